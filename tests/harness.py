@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runspec.local.snapshot import look_at
+from runspec.local.run_view import look_at
 from tests.waiting import HANG_S, eventually, one_ended
 
 ROOT = Path(__file__).resolve().parent.parent

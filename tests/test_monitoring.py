@@ -22,7 +22,7 @@ from bridge.figures import Published
 from broadcast.metrics import Metrics
 from learner_jax.figures import GAUGES, Rows
 from runspec.core.keys import SigningKey
-from runspec.local.targets import FILE_NAME
+from runspec.local.prepare import FILE_NAME
 from sampler.evaluation.evaluator import Results
 from sampler.worker.stores import Meter
 from tests.harness import ROOT

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.side import Step, run_side
-from runspec.local.cores import jax_environment
+from runspec.local.machine import jax_environment
 
 DEVICES = 2
 """A virtual device a core, as the local backend makes them of a CPU's mesh: what is no matrix

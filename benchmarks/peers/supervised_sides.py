@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.side import Step, run_side
-from runspec.local.cores import jax_environment
+from runspec.local.machine import jax_environment
 
 DEVICES = len(os.sched_getaffinity(0))
 """Threads of torch; virtual devices of the learner, which the local backend makes one a core."""

@@ -306,7 +306,7 @@ class GeneratedReads:
 MAX_FAULTS = 20
 MAX_CHARS = 1000
 _log = logging.getLogger(__name__)
-"""`runspec.local.problems` shows the lines of this log as progress."""
+"""`runspec.local.planning` shows the lines of this log as progress."""
 
 
 def check_documents(spec: RunSpec) -> tuple[list[UserError], list[str]]:

@@ -314,7 +314,7 @@ def wait(
     runs_dir: RunsDir = RUNS,
 ) -> None:
     """Waits until a condition of a run holds. Exits 1 if it cannot any more, or in time."""
-    from runspec.cli.wait import wait_command
+    from runspec.cli.logs import wait_command
 
     raise typer.Exit(wait_command(run, condition, timeout, runs_dir))
 
@@ -363,7 +363,7 @@ def monitor(
     runs_dir: RunsDir = RUNS,
 ) -> None:
     """Sends what a monitor lacks of a run; `apply` starts one for each monitor by itself."""
-    from runspec.cli.monitor import monitor_command
+    from runspec.cli.dashboard import monitor_command
 
     raise typer.Exit(monitor_command(run, name, runs_dir))
 

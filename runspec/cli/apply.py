@@ -22,29 +22,20 @@ from runspec.cli.view import PlainView, watching
 from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import MAX_BYTES, load_resolved, parse_resolved
-from runspec.local.apply import supervise
-from runspec.local.backend import LOCAL, backend
-from runspec.local.children import EXIT_INTERRUPTED, StopSignals, last_lines
-from runspec.local.conditions import unsolved_text
+from runspec.local import planning
+from runspec.local.apply import REPORT_FILE, SUMMARY_FILE, supervise
+from runspec.local.backend import EXIT_INTERRUPTED, LOCAL, StopSignals, backend, last_lines
+from runspec.local.diagnosis import unsolved_text
 from runspec.local.formatting import duration, number
 from runspec.local.machine import this_machine
 from runspec.local.metrics import end_figures, read_rows
 from runspec.local.model_folders import trained_model
-from runspec.local.planning import (
-    STARTS_ANEW,
-    RunPlan,
-    make_plan,
-    refuse_stale,
-    seen_now,
-    starts_anew,
-)
+from runspec.local.planning import RunPlan
 from runspec.local.prepare import NotReady, prepare_run, require_ready
-from runspec.local.problems import with_problems
 from runspec.local.processes import PreparedRun
-from runspec.local.report import REPORT_FILE, SUMMARY_FILE
 from runspec.local.run_dir import RunLocked, run_directory, sign_lock
 from runspec.local.state import RunState
-from runspec.local.supervisor_requests import CHANGE, change_request, send_request
+from runspec.local.supervisor import CHANGE, change_request, send_request
 from runspec.plan.saved import BadPlan, SavedPlan, read_plan
 
 EXIT_FAILED = 1
@@ -61,7 +52,7 @@ def apply_command(files: SpecFiles, detach: bool, runs_dir: Path | None) -> int:
     spec, approved = (saved.spec, saved.seen) if saved else (sound_spec(files), None)
     if spec.placement.backend != LOCAL:
         return backend(spec.placement.backend).apply(spec, detach, runs_dir)
-    plan = make_plan(spec, run_directory(spec, runs_dir), approved)
+    plan = planning.make_plan(spec, run_directory(spec, runs_dir), approved)
     return carry_out_or_explain(plan, detach=detach, files=None if saved else files)
 
 
@@ -69,7 +60,9 @@ def apply_resolved(detach: bool, runs_dir: Path | None) -> int:
     """`apply` of a resolved spec from standard input, on the machine that has the run directory."""
     data = sys.stdin.buffer.read(MAX_BYTES + 1)
     spec = parse_resolved(data, place="standard input")
-    return carry_out_or_explain(make_plan(spec, run_directory(spec, runs_dir)), detach=detach)
+    return carry_out_or_explain(
+        planning.make_plan(spec, run_directory(spec, runs_dir)), detach=detach
+    )
 
 
 def carry_out_or_explain(plan: RunPlan, *, detach: bool, files: SpecFiles | None = None) -> int:
@@ -96,20 +89,20 @@ def carry_out(plan: RunPlan, *, detach: bool) -> int:
     Raises:
         NotReady: this machine cannot start it.
     """
-    refuse_stale(plan)
+    planning.refuse_stale(plan)
     spec, run_dir = plan.spec, plan.run_dir
-    anew = not plan.new and starts_anew(plan.changes, run_dir)
+    anew = not plan.new and planning.starts_anew(plan.changes, run_dir)
     if plan.finished:
         print(f"{spec.name} is finished: all {spec.steps} steps are trained.")
         for change in plan.changes:
             print(f"not applied, for nothing is left to do: {change}")
         show_result(run_dir)
         return 0
-    plan = with_problems(plan, this_machine(), print)
+    plan = planning.with_problems(plan, this_machine(), print)
     try:
         with prepare_run(plan) as run:
             if anew:
-                print(STARTS_ANEW)
+                print(planning.STARTS_ANEW)
             show_link(run_dir, spec)
             if detach:
                 return start_in_background(run)
@@ -163,7 +156,7 @@ def _change_live(plan: RunPlan, held: RunLocked) -> int:
     answer = send_request(
         run_dir, CHANGE, payload, say=lambda text: print(f"The supervisor {text}")
     )
-    print(f"{plan.spec.name}: {answer} (serial {seen_now(run_dir).serial})")
+    print(f"{plan.spec.name}: {answer} (serial {planning.seen_now(run_dir).serial})")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`runspec dashboard`: a live page of one or more runs, or one file that holds it."""
+"""`runspec dashboard` shows runs on a page; `runspec monitor` sends a run's figures to a tool."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from runspec.core.address import is_server_url
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.keys import SigningKey
+from runspec.core.process import run_role, stop_event
+from runspec.core.spec.resolved import load_resolved
+from runspec.local.monitors.follow import follow
 from runspec.local.run_dir import find_run
 
 if TYPE_CHECKING:
@@ -44,16 +47,19 @@ def dashboard_command(
         UserError: there is no such run, or nothing can listen there.
     """
     # Drawn in here: numpy and tokenizers, which other commands do without.
-    from runspec.local.dashboard.page import exported_page
+    from runspec.local.dashboard.page import PageData, exported_page
     from runspec.local.dashboard.server import serve
-    from runspec.local.dashboard.view import RunView
 
     if len(runs) > _MAX_RUNS:
         raise UserError(
             f"{len(runs)} runs, a page shows {_MAX_RUNS}", place="dashboard", remedy="name fewer"
         )
-    host, port = _address(listen)
-    views = [RunView(_source(run, key, runs_dir)) for run in runs]
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UserError(
+            f"{listen[:100]!r} is no address", place="--listen", remedy="write 127.0.0.1:8080"
+        )
+    views = [PageData(_source(run, key, runs_dir)) for run in runs]
     if export is not None:
         for view in views:
             view.refresh(read_s=float("inf"))
@@ -68,13 +74,12 @@ def dashboard_command(
         if browse:
             webbrowser.open(url)
 
-    asyncio.run(serve(views, host, port, tell))
+    asyncio.run(serve(views, host.strip("[]"), int(port), tell))
     return 0
 
 
 def _source(run: str, key: Path | None, runs_dir: Path) -> Source:
-    from runspec.local.dashboard.remote import CoordinatorSource
-    from runspec.local.dashboard.source import FolderSource
+    from runspec.local.dashboard.source import CoordinatorSource, FolderSource
 
     if not is_server_url(run):
         return FolderSource(find_run(run, runs_dir))
@@ -87,10 +92,22 @@ def _source(run: str, key: Path | None, runs_dir: Path) -> Source:
     return CoordinatorSource(run, SigningKey.load(key))
 
 
-def _address(listen: str) -> tuple[str, int]:
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
+def monitor_command(run: str, name: str, runs_dir: Path) -> int:
+    """Follows a run while it is alive, or sends what is there; returns the exit code of a role.
+
+    Raises:
+        UserError: there is no such run, or its spec has no such monitor.
+    """
+    run_dir = find_run(run, runs_dir)
+    spec = load_resolved(run_dir)
+    setting = next((each for each in spec.monitors if each.name == name), None)
+    if setting is None:
+        there = ", ".join(each.name for each in spec.monitors)
         raise UserError(
-            f"{listen[:100]!r} is no address", place="--listen", remedy="write 127.0.0.1:8080"
+            f"no monitor {name!r}",
+            place=f"monitors of {spec.name}",
+            remedy=f"one of: {there}" if there else "add it to the spec, then apply again",
         )
-    return host.strip("[]"), int(port)
+    return run_role(
+        f"monitor-{name}", lambda log: follow(run_dir, spec, setting, stop_event(), log)
+    )

@@ -1,4 +1,4 @@
-"""`runspec doctor`: looks at this machine, and at what a spec would lack here."""
+"""`runspec doctor` looks at this machine, and `lint --data` at problems and graders of specs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,16 +17,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runspec.cli.spec_files import sound_spec
+from runspec.cli.spec_files import located, sound_spec
 from runspec.core.distribution import LISTS, extra_of, install_command, list_command, machine_kind
+from runspec.core.errors import UserError
+from runspec.core.spec.findings import Finding
 from runspec.core.spec.load import SpecFiles
-from runspec.local.children import birth
+from runspec.core.spec.validate import locate
+from runspec.lint.check import CheckedFiles, check_spec
+from runspec.lint.registry import RULES
+from runspec.local.backend import birth
 from runspec.local.endpoints import PORTS, port_is_free
 from runspec.local.formatting import size
-from runspec.local.machine import free_memory
-from runspec.local.pool_fit import BUILDS, is_installed
-from runspec.local.preflight import ROLE_MODULES, Facts, look, missing
-from runspec.local.problems import absent_modules, check_problems
+from runspec.local.machine import BUILDS, Facts, look, this_machine
+from runspec.local.planning import absent_modules, check_problems
+from runspec.local.preflight import ROLE_MODULES, missing
 from runspec.local.run_dir import RUNS, run_directory
 from runspec.lock.cache import model_cache
 
@@ -66,22 +70,7 @@ def check_machine(facts: Facts, runs_dir: Path) -> list[Check]:
         facts: what was seen of this machine.
         runs_dir: where runs lie or will lie.
     """
-    return [
-        _python(),
-        _requirements(facts),
-        *_packages(facts),
-        _accelerators(facts),
-        _cores(facts),
-        _bytes("memory", free_memory(), LITTLE_MEMORY, NO_MEMORY, "close what else needs memory"),
-        _bytes("disk", facts.free_bytes(runs_dir), LITTLE_DISK, NO_DISK, "use another --runs-dir"),
-        _writable(runs_dir),
-        _ports(),
-        _open_files(),
-        _clock(),
-        _supervision(),
-        _compiler(facts.machine.env),
-        _models(facts.machine.env),
-    ]
+    return [*_software(facts), *_devices(facts, runs_dir), *_system(facts.machine.env, runs_dir)]
 
 
 def _check(name: str, well: bool, found: str, remedy: str, otherwise: Verdict = "warn") -> Check:
@@ -89,33 +78,24 @@ def _check(name: str, well: bool, found: str, remedy: str, otherwise: Verdict = 
     return Check(name, "ok", found) if well else Check(name, otherwise, found, remedy)
 
 
-def _python() -> Check:
+def _software(facts: Facts) -> Iterator[Check]:
+    """Python, the list of packages that fits this machine, and what each part imports."""
     here = ".".join(map(str, sys.version_info[:3]))
     remedy = f"{PYTHON[0]}.{PYTHON[1]} or newer is needed"
-    return _check("python", sys.version_info[:2] >= PYTHON, here, remedy, "fail")
-
-
-def _requirements(facts: Facts) -> Check:
-    """The list of packages that fits this machine, with the command that installs it."""
+    yield _check("python", sys.version_info[:2] >= PYTHON, here, remedy, "fail")
     kind = machine_kind(facts.gpus, facts.tpus)
     found = f"{LISTS[kind].file} fits this machine ({kind})"
     if kind == "tpu":
         found += f"; {LISTS['tpu-sampler'].file} does where it only samples"
-    builds = [name for name in BUILDS.values() if is_installed(name)]
-    if not builds or BUILDS[kind] in builds:
-        return Check("requirements", "ok", found, list_command(kind))
-    found += f"; installed is {', '.join(builds)}, which is for other machines"
-    return Check("requirements", "warn", found, list_command(kind))
-
-
-def _packages(facts: Facts) -> Iterator[Check]:
-    kind = machine_kind(facts.gpus, facts.tpus)
+    well = not facts.builds or BUILDS[kind] in facts.builds
+    if not well:
+        found += f"; installed is {', '.join(facts.builds)}, which is for other machines"
+    yield Check("requirements", "ok" if well else "warn", found, list_command(kind))
     for part, modules in ROLE_MODULES.items():
-        found = {name: _version(name) if facts.has_module(name) else None for name in modules}
-        absent = [name for name, number in found.items() if number is None]
-        listed = ", ".join(f"{name} {number or 'missing'}" for name, number in found.items())
-        remedy = f"the list above, or {install_command(extra_of(part, kind))}" if absent else ""
-        yield Check(f"packages, {part}", "warn" if absent else "ok", listed, remedy)
+        numbers = {name: _version(name) if facts.has_module(name) else None for name in modules}
+        listed = ", ".join(f"{name} {number or 'missing'}" for name, number in numbers.items())
+        remedy = f"the list above, or {install_command(extra_of(part, kind))}"
+        yield _check(f"packages, {part}", None not in numbers.values(), listed, remedy)
 
 
 def _version(module: str) -> str:
@@ -127,84 +107,65 @@ def _version(module: str) -> str:
     return "of unknown version"
 
 
-def _accelerators(facts: Facts) -> Check:
-    found = [*facts.gpus, *([f"{facts.tpus} TPU chips"] if facts.tpus else [])]
+def _devices(facts: Facts, runs_dir: Path) -> Iterator[Check]:
+    devices = [*facts.gpus, *([f"{facts.tpus} TPU chips"] if facts.tpus else [])]
     remedy = "small runs do without; else see that nvidia-smi lists the GPUs, /dev/accel* the TPUs"
-    listed = ", ".join(found) or "none that a driver names"
-    return _check("accelerators", bool(found), listed, remedy)
+    listed = ", ".join(devices) or "none that a driver names"
+    yield _check("accelerators", bool(devices), listed, remedy)
+    cores = len(facts.machine.cores)
+    yield _check("cores", cores > 1, str(cores), "learner and sampler will share it: allow two")
+    for name, free, little, none, remedy in (
+        ("memory", facts.memory(), LITTLE_MEMORY, NO_MEMORY, "close what else needs memory"),
+        ("disk", facts.free_bytes(runs_dir), LITTLE_DISK, NO_DISK, "use another --runs-dir"),
+    ):
+        if free is None:
+            yield Check(name, "warn", "the system does not say", remedy)
+        else:
+            otherwise: Verdict = "fail" if free < none else "warn"
+            yield _check(name, free >= little, f"{size(free)} free", remedy, otherwise)
 
 
-def _cores(facts: Facts) -> Check:
-    count = len(facts.machine.cores)
-    return _check("cores", count > 1, str(count), "learner and sampler will share it: allow two")
-
-
-def _bytes(name: str, free: float | None, little: float, none: float, remedy: str) -> Check:
-    if free is None:
-        return Check(name, "warn", "the system does not say", remedy)
-    verdict: Verdict = "fail" if free < none else "warn" if free < little else "ok"
-    return Check(name, verdict, f"{size(free)} free", "" if verdict == "ok" else remedy)
-
-
-def _writable(folder: Path) -> Check:
-    folder = folder.absolute()
+def _system(env: Mapping[str, str], runs_dir: Path) -> Iterator[Check]:
+    folder = runs_dir.absolute()
     while not folder.exists():
         folder = folder.parent
     well = os.access(folder, os.W_OK)
     found = f"{folder} {'can' if well else 'cannot'} be written"
-    return _check("runs", well, found, "mend its permissions, or use another --runs-dir", "fail")
-
-
-def _ports() -> Check:
-    step = len(PORTS) // _PORTS_TRIED
-    tried = PORTS[::step][:_PORTS_TRIED]
+    remedy = "mend its permissions, or use another --runs-dir"
+    yield _check("runs", well, found, remedy, "fail")
+    tried = PORTS[:: len(PORTS) // _PORTS_TRIED][:_PORTS_TRIED]
     free = sum(port_is_free("127.0.0.1", port) for port in tried)
     found = f"{free} of {len(tried)} tried in {PORTS.start}-{PORTS.stop - 1} are free"
     remedy = "end what holds them, or set placement.base_port"
-    return _check("ports", free > 0, found, remedy, "fail")
-
-
-def _open_files() -> Check:
+    yield _check("ports", free > 0, found, remedy, "fail")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = soft == resource.RLIM_INFINITY
-    found, remedy = f"{soft} a process", f"`ulimit -n {FEW_FILES}` or more"
-    well = unlimited or soft >= FEW_FILES
-    return _check("open files", well, "unlimited" if unlimited else found, remedy)
-
-
-def _clock() -> Check:
-    """Signatures carry times, with five minutes of slack."""
+    found = "unlimited" if unlimited else f"{soft} a process"
+    remedy = f"`ulimit -n {FEW_FILES}` or more"
+    yield _check("open files", unlimited or soft >= FEW_FILES, found, remedy)
+    # Signatures carry times, with five minutes of slack.
     call: Callable[..., int] | None = getattr(ctypes.CDLL(None), "adjtimex", None)
     answer = call(ctypes.create_string_buffer(_TIMEX_BYTES)) if call else -1
-    if 0 <= answer < _TIME_ERROR:
-        return Check("clock", "ok", "kept in step")
-    said = "nothing keeps it in step" if answer == _TIME_ERROR else "not known to be kept in step"
+    well = 0 <= answer < _TIME_ERROR
+    missed = "nothing keeps it in step" if answer == _TIME_ERROR else "not known to be kept in step"
     remedy = "run an NTP client: machines of one run may differ by five minutes"
-    return Check("clock", "warn", said, remedy)
-
-
-def _supervision() -> Check:
-    """The supervisor tells its roles from later namesakes by their birth in /proc."""
-    if birth(os.getpid()) is not None:
-        return Check("processes", "ok", "/proc tells one from another")
-    return Check("processes", "fail", "no /proc", "roles are supervised on Linux")
-
-
-def _compiler(env: Mapping[str, str]) -> Check:
-    """Where `learner_jax.topology` looks for libtpu."""
+    yield _check("clock", well, "kept in step" if well else missed, remedy)
+    # The supervisor tells its roles from later namesakes by their birth in /proc.
+    well = birth(os.getpid()) is not None
+    found = "/proc tells one from another" if well else "no /proc"
+    yield _check("processes", well, found, "roles are supervised on Linux", "fail")
+    # Where `learner_jax.topology` looks for libtpu.
     named, aside = env.get("TPU_LIBRARY_PATH"), Path(sys.prefix) / "aot" / "libtpu" / "libtpu.so"
-    if (named and Path(named).is_file()) or find_spec("libtpu") or aside.is_file():
-        return Check("libtpu", "ok", "there: `plan --aot` compiles for TPUs")
-    return Check("libtpu", "warn", "none", "make aot, for `plan --aot` on TPU specs")
-
-
-def _models(env: Mapping[str, str]) -> Check:
-    cache = model_cache(env)
-    found = sorted(path.name for path in cache.glob("models--*"))
-    names = ", ".join(name.removeprefix("models--").replace("--", "/") for name in found[:_NAMED])
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    well = bool((named and Path(named).is_file()) or find_spec("libtpu") or aside.is_file())
+    found = "there: `plan --aot` compiles for TPUs" if well else "none"
+    yield _check("libtpu", well, found, "make aot, for `plan --aot` on TPU specs")
     # Roles never ask a network for weights: what a run needs is here before it starts.
-    return Check("models", "ok", f"{len(found)} in {cache}{': ' if found else ''}{names}{more}")
+    cache = model_cache(env)
+    models = sorted(path.name for path in cache.glob("models--*"))
+    names = [name.removeprefix("models--").replace("--", "/") for name in models[:_NAMED]]
+    more = f" and {len(models) - _NAMED} more" if len(models) > _NAMED else ""
+    listed = f"{': ' if models else ''}{', '.join(names)}{more}"
+    yield Check("models", "ok", f"{len(models)} in {cache}{listed}")
 
 
 def doctor_command(files: SpecFiles | None, runs_dir: Path | None) -> int:
@@ -213,7 +174,14 @@ def doctor_command(files: SpecFiles | None, runs_dir: Path | None) -> int:
     checks = check_machine(facts, runs_dir or RUNS)
     if files is not None:
         checks += check_spec_here(files, facts, runs_dir)
-    _show(checks)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for _ in range(3):
+        table.add_column(overflow="fold")  # a path is never cut off
+    for check in checks:
+        remedy = Text(f"\n{check.remedy}" if check.remedy else "", style="dim")
+        verdict = Text(check.verdict, style=_COLOURS[check.verdict])
+        table.add_row(verdict, Text(check.name), Text(check.found) + remedy)
+    Console(highlight=False).print(table)
     failed = sum(check.verdict == "fail" for check in checks)
     warned = sum(check.verdict == "warn" for check in checks)
     print(f"{len(checks)} checks: {failed} failed, {warned} warnings")
@@ -235,12 +203,45 @@ def check_spec_here(files: SpecFiles, facts: Facts, runs_dir: Path | None) -> It
         yield Check(spec.name, "ok", "this machine has everything that it needs")
 
 
-def _show(checks: Sequence[Check]) -> None:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for _ in range(3):
-        table.add_column(overflow="fold")  # a path is never cut off
-    for check in checks:
-        remedy = Text(f"\n{check.remedy}" if check.remedy else "", style="dim")
-        verdict = Text(check.verdict, style=_COLOURS[check.verdict])
-        table.add_row(verdict, Text(check.name), Text(check.found) + remedy)
-    Console(highlight=False).print(table)
+CODE = "problems"
+
+
+def with_problems(checked: CheckedFiles, specs: Sequence[SpecFiles]) -> CheckedFiles:
+    """The findings of specs, with those of their problems; progress and counts go to stderr.
+
+    Raises:
+        UserError: what reads the problems is not installed here.
+    """
+    if absent := absent_modules():
+        raise UserError(
+            f"not installed here: {', '.join(absent)}",
+            place="--data",
+            remedy=f"make install, or {install_command('tasks')}",
+        )
+    unreadable = {one.file for one in checked.unreadable}
+    readable = [files for files in specs if str(files.path) not in unreadable]
+    found = [finding for files in readable for finding in _findings(files)]
+    return replace(checked, findings=[*checked.findings, *found])
+
+
+def _findings(files: SpecFiles) -> Iterator[Finding]:
+    loaded = check_spec(files)
+    name, tree = files.path, loaded.layered.tree
+    errors = [finding for finding in loaded.findings if finding.severity == "error"]
+    if loaded.spec is None or errors:
+        print(f"{name}: its problems are not read: it is no spec without errors", file=sys.stderr)
+        return
+    spec = located(loaded.spec, files.path.parent)
+    problems = check_problems(spec, this_machine(), lambda line: print(line, file=sys.stderr))
+    for note in problems.notes:
+        print(f"{name}: {note}", file=sys.stderr)
+    for lacking in problems.lacking:
+        place = locate(tree, tuple(lacking.path.split(".")))[0]
+        yield Finding(
+            place,
+            CODE,
+            lacking.thing,
+            path=lacking.path,
+            requires=RULES[CODE].summary,
+            suggestion=lacking.remedy,
+        )

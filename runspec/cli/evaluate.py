@@ -46,9 +46,9 @@ from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.registry import Context
 from runspec.lint.rules.samplers import evaluation_names
-from runspec.local.children import EXIT_INTERRUPTED, StopSignals, last_lines
-from runspec.local.cores import vllm_environment
+from runspec.local.backend import EXIT_INTERRUPTED, StopSignals, last_lines
 from runspec.local.formatting import number
+from runspec.local.machine import vllm_environment
 
 
 def evaluate_command(

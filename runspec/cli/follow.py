@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from broadcast.layout import manifest_name, stored_versions
@@ -25,8 +25,9 @@ from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode
 from runspec.core.run_files import PROBE_FILE, weights_folder
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
-from runspec.local.children import StopSignals
-from runspec.local.export import published_version
+from runspec.local.backend import StopSignals
+from runspec.local.formatting import reported
+from runspec.local.model_folders import published_version
 from runspec.local.run_dir import find_run
 
 POLL_S = 1.0
@@ -42,13 +43,9 @@ _IN_SERVER = (
 )
 
 
-@dataclass(frozen=True)
-class Checked:
-    """A version whose files were compared with its signed manifest."""
-
-    manifest: WeightsManifest
-    folder: Path
-    """Hugging Face directory of its own: the publisher takes nothing away."""
+Checked = tuple[WeightsManifest, Path]
+"""Manifest of a version whose files were compared with it, and a Hugging Face directory of their
+own, from which the publisher takes nothing away."""
 
 
 class Versions:
@@ -74,7 +71,12 @@ class Versions:
 
         A version that is refused is printed once, and tried again if its files change.
         """
-        for version in self._candidates():
+        published = stored_versions(self._run_dir / "store" / "origin", self._spec.name)
+        here = [v for v in published if (weights_folder(self._run_dir) / f"v{v}").is_dir()]
+        served = self.manifest.version
+        # If the newest is before the served one, the run was rolled back, and any may be served.
+        rolled_back = bool(here) and here[-1] < served
+        for version in (v for v in reversed(here) if v > served or rolled_back):
             files = self._files(version)
             if self._refused.get(version) == files:
                 continue
@@ -83,20 +85,8 @@ class Versions:
             except (UserError, OSError) as error:
                 self._refused[version] = files
                 why = one_line(str(error), 500)
-                name = self.manifest.version
-                print(f"version {version} is refused, version {name} stays: {why}", flush=True)
+                print(f"version {version} is refused, version {served} stays: {why}", flush=True)
         return None
-
-    def _candidates(self) -> list[int]:
-        """Return published versions, the newest first: those after the served one.
-
-        If the newest is before it, the run was rolled back, and any may be served.
-        """
-        published = stored_versions(self._run_dir / "store" / "origin", self._spec.name)
-        here = [v for v in published if (weights_folder(self._run_dir) / f"v{v}").is_dir()]
-        served = self.manifest.version
-        rolled_back = bool(here) and here[-1] < served
-        return [v for v in reversed(here) if v > served or rolled_back]
 
     def _files(self, version: int) -> object:
         """Return what changes with the files that decide whether a version is refused."""
@@ -129,7 +119,7 @@ class Versions:
         except BaseException:
             shutil.rmtree(own, ignore_errors=True)
             raise
-        return Checked(found.manifest, own)
+        return found.manifest, own
 
 
 def _beside_weights(manifest: WeightsManifest) -> dict[str, str]:
@@ -177,21 +167,22 @@ class Follower(threading.Thread):
             found = self._versions.next()
             if found is None:
                 continue
-            name = f"version {found.manifest.version}"
-            self._channel.sendall(encode(Move(found.manifest.version, str(found.folder))))
+            manifest, new = found
+            name = f"version {manifest.version}"
+            self._channel.sendall(encode(Move(manifest.version, str(new))))
             reply = self._reply(self._hold_s + MOVE_S)
             if reply is None:
                 return
             if reply.running:
-                shutil.rmtree(found.folder, ignore_errors=True)
+                shutil.rmtree(new, ignore_errors=True)
                 held = f"{reply.running} requests did not end within {self._hold_s:g} s"
                 print(f"{name} waits: {held}; tried again in as many", flush=True)
                 self._ended.wait(self._hold_s)
                 continue
-            for folder in found.folder.parent.iterdir():
-                if folder != found.folder:
+            for folder in new.parent.iterdir():
+                if folder != new:
                     shutil.rmtree(folder, ignore_errors=True)
-            self._versions.manifest = found.manifest
+            self._versions.manifest = manifest
             print(f"{name} is served", flush=True)
 
     def _reply(self, deadline_s: float) -> Reply | None:
@@ -201,12 +192,9 @@ class Follower(threading.Thread):
             UserError: it holds no version, or does not answer in time.
         """
         self._channel.settimeout(deadline_s)
-        try:
+        late = f"no answer within {deadline_s:g} s"
+        with reported(late, "vLLM", "see what it printed", TimeoutError):
             line = self._lines.readline()
-        except TimeoutError as error:
-            raise UserError(
-                f"no answer within {deadline_s:g} s", place="vLLM", remedy="see what it printed"
-            ) from error
         if not line:
             return None
         reply = Reply(**json.loads(line))

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import queue
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runspec.core.address import JoinLink, parse_join_link, reachable
 from runspec.core.canonical import parse_object
 from runspec.core.distribution import install_command
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, one_line
 from runspec.core.http_client import NoAnswer, fetch_now
 from runspec.core.keys import SigningKey
 from runspec.core.models.spec_model import model_config
-from runspec.core.spec.schema import RunSpec
-from runspec.local.children import StopSignals
-from runspec.local.formatting import per_second
-from runspec.local.machine import module_is_installed, this_machine
-from runspec.local.pool_fit import choose_pool, lacks, look_at_host, open_pools
+from runspec.local.backend import StopSignals
+from runspec.local.formatting import per_second, reported
+from runspec.local.machine import look, module_is_installed, this_machine
 from runspec.local.preflight import ROLE_MODULES
 from runspec.local.run_dir import hold
-from runspec.local.volunteer import LEAVE_S, Running, Worker
-
-if TYPE_CHECKING:
-    from verify.client import CoordinatorClient
-    from verify.formats.joining import Site
+from runspec.local.volunteer import LEAVE_S, Worker, choose_pool, lacks, open_pools
 
 PROGRESS_S = 5.0
 """Seconds between two requests for the coordinator's status."""
@@ -36,6 +29,9 @@ _LOOK_S = 0.2
 _STATUS_TIMEOUT_S = 5.0
 """Ctrl-C waits for the answer."""
 _MAX_STATUS_BYTES = 8 * 1024 * 1024
+_MAX_REASON = 1000
+_NO_ANSWER = (NoAnswer, ValueError, LookupError, TypeError, AttributeError)
+"""What asking a coordinator raises that answers nothing, or something else."""
 FOLDER = Path("join")
 
 
@@ -63,80 +59,82 @@ def join_command(options: JoinOptions) -> int:
 
 def _join(options: JoinOptions) -> int:
     link = _whole(options, parse_join_link(options.link))
-    _require_modules()
-    folder = (options.folder or FOLDER / (link.run or "")).absolute()
-    client = _client(link, _key(options.key))
+    modules = (*ROLE_MODULES["verify"], *ROLE_MODULES["sampler"])
+    if absent := [name for name in modules if not module_is_installed(name)]:
+        raise UserError(
+            f"Python packages not installed here: {', '.join(absent)}",
+            place="join",
+            remedy=f"{install_command('sampler-cuda')} (or sampler-cpu, sampler-tpu)",
+        )
+    from verify.client import CoordinatorClient  # it needs them
+    from verify.timeouts import PERSON_S
+
+    assert link.run is not None and link.root is not None, "the link is whole"
+    folder, key = (options.folder or FOLDER / link.run).absolute(), _key(options.key)
+    client = CoordinatorClient(
+        link.coordinator, key, run=link.run, root_public_key=link.root, deadline_s=PERSON_S
+    )
     spec, site = client.spec(), client.site()
     say(f"run {spec.name}: {spec.steps} steps, pools {', '.join(p.name for p in spec.samplers)}")
-    pool = _choose(options, spec, site, folder)
+    config = model_config(spec)
+    if config is None:
+        say(f"the size of {spec.model.hf} is not known here: memory and disk are not checked")
+    to_fetch = sum(file.bytes for file in site.files)
+    named = options.pool is not None or link.invite is not None
+    pools = spec.samplers if named else open_pools(spec)
+    facts = look()
+    found = {each.name: lacks(each, spec, config, facts, folder, to_fetch) for each in pools}
+    pool = choose_pool(found, options.pool)
     if options.check:
         say(f"this machine can serve pool {pool}")
         return 0
     if link.invite is not None:  # the worker that is started needs none after this
         client.register(pool, {}, invite=link.invite)
     folder.mkdir(parents=True, exist_ok=True)
-    with hold(folder):
+    with hold(folder), StopSignals() as stops:
+        say(f"working in pool {pool}; Ctrl-C leaves. Log: {folder}")
         worker = Worker(
             link=link,
             weights=[reachable(url, link) for url in site.weights],
             key=options.key.absolute(),
             folder=folder,
             pool=next(each for each in spec.samplers if each.name == pool),
+            cores=this_machine().cores,
+            tell=say,
         )
-        with StopSignals() as stops:
-            return _work(worker, SigningKey.load(options.key).public_hex, stops)
+        try:
+            return _work(worker, Progress(link, key.public_hex), stops)
+        finally:
+            if worker.exit_code is None:
+                worker.kill()
 
 
 def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
-def _work(worker: Worker, key: str, stops: StopSignals) -> int:
-    """Runs the worker to its end, or until the volunteer has enough."""
-    say(f"working in pool {worker.pool.name}; Ctrl-C leaves. Log: {worker.folder}")
-    running, progress = Running(worker, this_machine().cores), Progress(worker.link, key)
-    try:
-        while not running.wait(_LOOK_S):
-            _tell(running)
-            progress.look()
-            if stops():
-                say("leaving: handing in what is done, giving the rest back")
-                running.leave()
-                return _left(running, stops)
-        _tell(running)
-        return _ended(running, progress)
-    finally:
-        if running.exit_code is None:
-            running.kill()
-
-
-def _left(running: Running, stops: StopSignals) -> int:
-    ends, asked = time.monotonic() + LEAVE_S, stops()
-    while not running.wait(_LOOK_S):
-        _tell(running)
-        if time.monotonic() > ends or stops() > asked:
-            running.kill()
-            say("the worker did not end in time and was killed; its leases expire by themselves")
+def _work(worker: Worker, progress: Progress, stops: StopSignals) -> int:
+    """Waits for the worker's end, or until the volunteer has enough; returns the exit code."""
+    while not worker.wait(_LOOK_S):
+        progress.look()
+        if asked := stops():
+            say("leaving: handing in what is done, giving the rest back")
+            worker.leave()
+            ends = time.monotonic() + LEAVE_S
+            while not worker.wait(_LOOK_S):
+                if time.monotonic() > ends or stops() > asked:
+                    worker.kill()
+                    say("the worker was killed, as it did not end in time; its leases expire")
+                    return 0
+            say("left; thank you")
             return 0
-    _tell(running)
-    say("left; thank you")
-    return 0
-
-
-def _ended(running: Running, progress: Progress) -> int:
-    code = running.exit_code or 0
     progress.look(now=True)
-    if code == 0:
+    if worker.exit_code == 0:
         say("the run is finished; thank you")
-    elif not running.last_error:
-        say(f"the worker ended with exit code {code}; its log says why")
-    return 0 if code == 0 else 1
-
-
-def _tell(running: Running) -> None:
-    with suppress(queue.Empty):
-        while True:
-            say(running.told.get_nowait())
+        return 0
+    if not worker.last_error:
+        say(f"the worker ended with exit code {worker.exit_code}; its log says why")
+    return 1
 
 
 class Progress:
@@ -160,7 +158,7 @@ class Progress:
             line = progress_line(
                 _answer(f"{self._url}/v1/status"), _answer(f"{self._url}/v1/workers/{self._key}")
             )
-        except (NoAnswer, ValueError, LookupError, TypeError, AttributeError) as error:
+        except _NO_ANSWER as error:
             if not self._away and not now:  # a run that is finished may be gone already
                 say(f"the coordinator does not answer ({type(error).__name__}); work goes on")
             self._away = True
@@ -192,8 +190,7 @@ def progress_line(status: dict[str, Any], mine: dict[str, Any]) -> str:
         f"credit {mine['accepted_tokens']:,} tokens",
     ]
     if mine.get("reason"):
-        reason = "".join(c if c.isprintable() else "?" for c in str(mine["reason"]))
-        parts.append(f"{mine['standing']}: {reason}")
+        parts.append(f"{mine['standing']}: {one_line(str(mine['reason']), _MAX_REASON)}")
     return ", ".join(parts)
 
 
@@ -218,14 +215,9 @@ def _whole(options: JoinOptions, link: JoinLink) -> JoinLink:
         )
     run = link.run or options.run
     if run is None:
-        try:
+        thing, remedy = "cannot ask the coordinator", "check the address, or give --run NAME"
+        with reported(f"{thing} for its run", link.coordinator, remedy, *_NO_ANSWER):
             run = str(_answer(f"{link.coordinator}/v1/status")["run"])
-        except (NoAnswer, ValueError, KeyError) as error:
-            raise UserError(
-                f"cannot ask the coordinator for its run: {error}",
-                place=link.coordinator,
-                remedy="check the address, or give --run NAME",
-            ) from error
     return replace(link, run=run, root=root)
 
 
@@ -236,41 +228,3 @@ def _key(path: Path) -> SigningKey:
             SigningKey.generate().save(path)
             say(f"made a key: {path}. Credit is counted under it: keep it, show it to nobody")
     return SigningKey.load(path)
-
-
-def _require_modules() -> None:
-    """Before anything is imported that needs them."""
-    absent = [
-        name
-        for extra in ("verify", "sampler")
-        for name in ROLE_MODULES[extra]
-        if not module_is_installed(name)
-    ]
-    if absent:
-        raise UserError(
-            f"Python packages not installed here: {', '.join(absent)}",
-            place="join",
-            remedy=f"{install_command('sampler-cuda')} (or sampler-cpu, sampler-tpu)",
-        )
-
-
-def _client(link: JoinLink, key: SigningKey) -> CoordinatorClient:
-    from verify.client import CoordinatorClient
-    from verify.timeouts import PERSON_S
-
-    assert link.run is not None
-    assert link.root is not None
-    return CoordinatorClient(
-        link.coordinator, key, run=link.run, root_public_key=link.root, deadline_s=PERSON_S
-    )
-
-
-def _choose(options: JoinOptions, spec: RunSpec, site: Site, folder: Path) -> str:
-    host, config = look_at_host(folder), model_config(spec)
-    if config is None:
-        say(f"the size of {spec.model.hf} is not known here: memory and disk are not checked")
-    to_fetch = sum(file.bytes for file in site.files)
-    named = options.pool is not None or parse_join_link(options.link).invite is not None
-    pools = spec.samplers if named else open_pools(spec)
-    found = {p.name: lacks(p, spec, config, host, to_fetch) for p in pools}
-    return choose_pool(found, options.pool)

@@ -14,13 +14,14 @@ from runspec.core.errors import BadUsage, UserError
 from runspec.core.object_store import Folder
 from runspec.core.run_files import checkpoints_folder
 from runspec.core.spec.resolved import load_resolved
-from runspec.local.children import end_leftovers
-from runspec.local.export import export_version
+from runspec.local.backend import end_leftovers
+from runspec.local.formatting import reported
+from runspec.local.model_folders import export_version
 from runspec.local.planning import make_plan
 from runspec.local.run_dir import find_run, hold, holder, run_directory
-from runspec.local.snapshot import look_at
+from runspec.local.run_view import look_at
 from runspec.local.state import RunState
-from runspec.local.supervisor_requests import PAUSE, send_request
+from runspec.local.supervisor import PAUSE, send_request
 
 RELEASE_TIMEOUT_S = 60.0
 _POLL_S = 0.1
@@ -33,7 +34,16 @@ def pause_command(run: str, runs_dir: Path) -> int:
         print(f"{run_dir.name} is not alive: {look_at(run_dir, ledger=False).state}")
         return 0
     send_request(run_dir, PAUSE, {}, say=lambda text: print(f"The supervisor {text}"))
-    _await_release(run_dir)
+    # The supervisor, whose roles have ended, writes the summary.
+    deadline = time.monotonic() + RELEASE_TIMEOUT_S
+    while (held_by := holder(run_dir)) is not None:
+        if time.monotonic() >= deadline:
+            raise UserError(
+                f"every role has ended, but the run is still held by {held_by}",
+                place=str(run_dir),
+                remedy=f"see {run_dir / 'logs'}, or end that process",
+            )
+        time.sleep(_POLL_S)
     print(
         f"{run_dir.name} is paused. To go on from the newest checkpoint: runspec resume {run_dir}"
     )
@@ -62,19 +72,6 @@ def run_and_version(text: str) -> tuple[str, int | None]:
     if at and not version.isdecimal():
         raise BadUsage(f"no version: {version!r}", place=text, remedy="name one as NAME@12")
     return name, int(version) if at else None
-
-
-def _await_release(run_dir: Path) -> None:
-    """Waits until the supervisor, whose roles have ended, has written the summary and is gone."""
-    deadline = time.monotonic() + RELEASE_TIMEOUT_S
-    while (held_by := holder(run_dir)) is not None:
-        if time.monotonic() >= deadline:
-            raise UserError(
-                f"every role has ended, but the run is still held by {held_by}",
-                place=str(run_dir),
-                remedy=f"see {run_dir / 'logs'}, or end that process",
-            )
-        time.sleep(_POLL_S)
 
 
 def resume_command(run: str, detach: bool, runs_dir: Path) -> int:
@@ -132,49 +129,33 @@ def delete_command(run: str, yes: bool, runs_dir: Path) -> int:
     """
     run_dir = find_run(run, runs_dir)
     with hold(run_dir):
-        kept = _outside_states(run_dir)
+        kept: Folder | None = None
+        try:
+            spec = load_resolved(run_dir)
+            if spec.checkpoints.dir is not None:
+                kept = checkpoints_folder(run_dir, spec)
+        except UserError as error:
+            print(f"warning: full states outside the run are not known: {error}", file=sys.stderr)
         if not yes:
             typer.confirm(f"Remove {run_dir} with everything in it?", abort=True)
-        _end_known_leftovers(run_dir)
+        try:
+            with closing(RunState(run_dir)) as state:
+                end_leftovers(state.roles())
+        except UserError as error:  # damaged: that must not keep it from being removed
+            print(f"warning: roles that may still be alive are not known: {error}", file=sys.stderr)
         _remove(run_dir)
     print(f"Removed {run_dir}")
-    if kept is not None:
+    if kept is not None and not (isinstance(kept, Path) and not kept.exists()):
         print(f"Its full states stay in {kept}: a new run of this name needs them gone")
     return 0
-
-
-def _end_known_leftovers(run_dir: Path) -> None:
-    try:
-        with closing(RunState(run_dir)) as state:
-            end_leftovers(state.roles())
-    except UserError as error:  # damaged: that must not keep it from being removed
-        print(f"warning: roles that may still be alive are not known: {error}", file=sys.stderr)
 
 
 def _remove(run_dir: Path) -> None:
     # Renamed first: a removal cut short leaves nothing that looks like a run.
     doomed = run_dir.with_name(f".tmp-deleted-{run_dir.name}")
-    try:
+    remedy = f"mend the permissions, then remove {run_dir} and {doomed}"
+    with reported("cannot be removed", run_dir, remedy, OSError):
         if doomed.exists():
             shutil.rmtree(doomed)
         run_dir.rename(doomed)
         shutil.rmtree(doomed)
-    except OSError as error:
-        raise UserError(
-            f"cannot be removed: {error}",
-            place=str(run_dir),
-            remedy=f"mend the permissions, then remove {doomed if doomed.exists() else run_dir}",
-        ) from error
-
-
-def _outside_states(run_dir: Path) -> Folder | None:
-    """Returns where the run's checkpoints lie outside it, by its spec: they are not removed."""
-    try:
-        spec = load_resolved(run_dir)
-    except UserError as error:
-        print(f"warning: full states outside the run are not known: {error}", file=sys.stderr)
-        return None
-    folder = checkpoints_folder(run_dir, spec)
-    if spec.checkpoints.dir is None or (isinstance(folder, Path) and not folder.exists()):
-        return None
-    return folder

@@ -47,7 +47,7 @@ def lint_command(
     if fix:
         checked = _fixed(checked, codes, specs)
     if data:
-        from runspec.cli.lint_data import with_problems
+        from runspec.cli.doctor import with_problems
 
         checked = with_problems(checked, specs)
     _print(checked, output)

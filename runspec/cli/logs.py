@@ -1,18 +1,22 @@
-"""`runspec logs` and `runspec events`: print what is there, or follow it as it grows."""
+"""`runspec logs`, `events` and `wait`: what a run says, and when a condition of it holds."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from runspec.cli.output import reader_gone
-from runspec.core.errors import UserError
+from runspec.core.errors import BadUsage, UserError
+from runspec.local.evaluations import evaluation_names, main_figure, result_line
 from runspec.local.run_dir import find_run
+from runspec.local.run_view import TYPES, RunView, look_at
 from runspec.local.state import EventRow, RunState
 
 POLL_S = 0.25
@@ -93,7 +97,8 @@ def events_command(run: str, follow: bool, as_json: bool, runs_dir: Path) -> int
             last = 0
             while True:
                 new = state.events(after=last)
-                _print_events(new, as_json)
+                for event in new:
+                    print(json.dumps(asdict(event)) if as_json else event_line(event), flush=True)
                 if not follow or reader_gone():
                     return 0
                 last = new[-1].id if new else last
@@ -102,12 +107,128 @@ def events_command(run: str, follow: bool, as_json: bool, runs_dir: Path) -> int
             return 0
 
 
-def _print_events(events: Sequence[EventRow], as_json: bool) -> None:
-    for event in events:
-        print(json.dumps(asdict(event)) if as_json else event_line(event), flush=True)
-
-
 def event_line(event: EventRow) -> str:
     """One event, for people."""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
     return f"{at}  {event.role}: {event.text}"
+
+
+EXIT_HOLDS, EXIT_NOT = 0, 1
+POLL_S = 0.25
+_COUNTED = re.compile(r"(step|version)=(\d{1,9})")
+_EVALUATION = re.compile(
+    r"evaluation:([a-z0-9][a-z0-9_-]*)(?:\.([a-z0-9-]+))?(>|<)(-?\d+(?:\.\d+)?)"
+)
+_CONDITION = re.compile(r"(?:condition=)?([A-Za-z]+)(?:=(true|false))?", re.IGNORECASE)
+
+
+def wait_command(run: str, awaited: str, timeout_s: float, runs_dir: Path) -> int:
+    """Waits; returns 0 when it holds, 1 when it cannot or has not in time.
+
+    Raises:
+        UserError: there is no such run or condition.
+    """
+    wanted = parse_awaited(awaited)
+    run_dir = find_run(run, runs_dir)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        seen = look_at(run_dir, ledger=wanted.needs_ledger)
+        if (why := wanted.holds(seen)) is not None:
+            print(f"{seen.spec.name}: {wanted.text}{f' ({why})' if why else ''}")
+            return EXIT_HOLDS
+        reason = why_never(wanted, seen)
+        if reason is None and time.monotonic() >= deadline:
+            reason = f"not within {timeout_s:g} s"
+        if reason is not None:
+            print(f"error: waited for {wanted.text}: {reason}", file=sys.stderr)
+            print(f"  last seen: {last_seen(seen)}", file=sys.stderr)
+            return EXIT_NOT
+        time.sleep(POLL_S)
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """What is waited for."""
+
+    text: str
+    holds: Callable[[RunView], str | None]
+    """Return why it holds now, empty for steps and versions; None while it does not."""
+    number: int = 0
+    """Steps or versions that it needs."""
+    evaluation: str = ""
+    """The evaluation whose figure is awaited."""
+    needs_ledger: bool = False
+
+
+def parse_awaited(text: str) -> Awaited:
+    """Reads Finished, condition=Ready, Ready=false, step=20, version=3 or evaluation:heldout>0.6.
+
+    An evaluation may name its figure, `evaluation:heldout.pass-4>0.8`; without one it is `mean`, or
+    `loss` in a run that trains on documents.
+
+    Raises:
+        BadUsage: none of these.
+    """
+    if counted := _COUNTED.fullmatch(text):
+        kind, number = counted[1], int(counted[2])
+
+        def reached(seen: RunView) -> str | None:
+            at = seen.trained if kind == "step" else seen.published
+            return "" if at is not None and at >= number else None
+
+        return Awaited(f"{kind}={number}", reached, number)
+    if found := _EVALUATION.fullmatch(text):
+        name, figure, sign, limit = *found.groups()[:3], float(found[4])
+
+        def beyond(seen: RunView) -> str | None:
+            for result in seen.results:
+                known = result.figures.get(figure or main_figure(result))
+                if result.evaluation != name or known is None:
+                    continue
+                if known.value > limit if sign == ">" else known.value < limit:
+                    return result_line(result)
+            return None
+
+        words = f"evaluation:{name}{f'.{figure}' if figure else ''}{sign}{limit:g}"
+        return Awaited(words, beyond, evaluation=name)
+    named = _CONDITION.fullmatch(text)
+    by_name = {type_.lower(): type_ for type_ in TYPES}
+    if named and named[1].lower() in by_name:
+        type_, status = by_name[named[1].lower()], (named[2] or "true").capitalize()
+
+        def judged(seen: RunView) -> str | None:
+            condition = seen.conditions[type_]
+            return condition.message if condition.status == status else None
+
+        words = type_ if status == "True" else f"{type_}={status}"
+        return Awaited(words, judged, needs_ledger=type_ in ("SetAside", "GraderFaults"))
+    close = get_close_matches(named[1].lower(), by_name) if named else []
+    hint = f"; did you mean {by_name[close[0]]}?" if close else ""
+    raise BadUsage(
+        f"nothing that can be waited for: {text!r}{hint}",
+        place="--for",
+        remedy=f"one of {', '.join(TYPES)} (with =false: until it does not), step=N, version=N, "
+        "evaluation:NAME>X, evaluation:NAME.FIGURE<X",
+    )
+
+
+def why_never(awaited: Awaited, seen: RunView) -> str | None:
+    """Return why the run cannot reach it by itself; None while it can."""
+    if awaited.evaluation and awaited.evaluation not in evaluation_names(seen.spec):
+        return f"the run has no evaluation {awaited.evaluation!r}"
+    if awaited.number > seen.spec.steps:
+        return f"the run has {seen.spec.steps} steps"
+    if not seen.alive and seen.state in ("finished", "failed"):
+        reason = f" ({seen.reason})" if seen.reason else ""
+        return f"the run is {seen.state}{reason}"
+    return None
+
+
+def last_seen(seen: RunView) -> str:
+    """Return the state of a run in one line."""
+    published = "none" if seen.published is None else str(seen.published)
+    roles = ", ".join(f"{r.name} {r.state}" for r in seen.roles if r.state != "running")
+    return (
+        f"{seen.spec.name} is {seen.state}, {seen.trained} of {seen.spec.steps} steps trained, "
+        f"version published: {published}{f', not running: {roles}' if roles else ''}"
+    )

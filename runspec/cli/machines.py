@@ -143,7 +143,7 @@ def invite(
     runs_dir: RunsDir = RUNS,
 ) -> None:
     """Prints a join link by which so many keys may register, lists such links, or revokes one."""
-    from runspec.cli.invite import invite_command, list_invites, revoke_invite
+    from runspec.cli.workers import invite_command, list_invites, revoke_invite
 
     if revoke is not None:
         raise typer.Exit(revoke_invite(run, revoke, reason, runs_dir))

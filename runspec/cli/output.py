@@ -71,7 +71,7 @@ def exit_code_of(work: Callable[[], int]) -> int:
         carry = run.carry
         return exit_code_of(lambda: carry(sys.argv[1:]))
     except KeyboardInterrupt:
-        from runspec.local.children import EXIT_INTERRUPTED
+        from runspec.local.backend import EXIT_INTERRUPTED
 
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

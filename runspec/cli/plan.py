@@ -30,7 +30,7 @@ from runspec.local.formatting import size
 from runspec.local.planning import STARTS_ANEW, RunPlan, make_plan, takes_any_change
 from runspec.local.run_dir import run_directory
 from runspec.local.site import ANY_MACHINE, BUNDLES, Disk, groups_of
-from runspec.local.supervisor_requests import readers_names
+from runspec.local.supervisor import readers_names
 from runspec.plan.aot import AotReport, compile_step
 from runspec.plan.changes import LIVE, Change, of_class, roles_to_restart, severest, shown
 from runspec.plan.estimate import RunEstimate, estimate_run

@@ -27,10 +27,9 @@ from runspec.core.models.memory import CPU_BLOCK_TOKENS, MAX_SEQUENCES, cpu_kv_b
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec, SamplerPool
-from runspec.local.children import StopSignals, last_lines
-from runspec.local.cores import vllm_environment
-from runspec.local.export import published_version
-from runspec.local.machine import module_is_installed
+from runspec.local.backend import StopSignals, last_lines
+from runspec.local.machine import module_is_installed, vllm_environment
+from runspec.local.model_folders import published_version
 from runspec.local.run_dir import find_run
 
 SERVER = "vllm.entrypoints.openai.api_server"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path, PurePath
-from typing import NoReturn
+from pathlib import Path
 
 from runspec.cli.apply import carry_out_or_explain
 from runspec.cli.spec_files import sound_spec
@@ -18,18 +16,15 @@ from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.role_names import shares_name, trunk_names
-from runspec.core.spec.schema import RunSpec
-from runspec.local.backend import LOCAL
-from runspec.local.bundle import TRUNK_GROUP, Bundle, install, load_bundle, require_own
-from runspec.local.children import pinned
+from runspec.local.backend import LOCAL, pinned
+from runspec.local.bundle import TRUNK_GROUP, install, load_bundle, require_own
 from runspec.local.endpoints import Endpoints, address, fixed_endpoints
 from runspec.local.machine import this_machine
 from runspec.local.planning import make_plan
-from runspec.local.prepare import link_starting_model
-from runspec.local.processes import PreparedRun, RoleSpec, role_specs
+from runspec.local.prepare import link_starting_model, write_targets
+from runspec.local.processes import PreparedRun, role_specs
 from runspec.local.run_dir import hold, own_folder, run_directory
 from runspec.local.site import BUNDLES, Disk, groups_of, make_site
-from runspec.local.targets import write_targets
 
 
 def prepare_command(files: SpecFiles, site: Path) -> int:
@@ -40,7 +35,13 @@ def prepare_command(files: SpecFiles, site: Path) -> int:
     """
     spec, _ = make_site(sound_spec(files, pins_root=True), site)
     print(f"{spec.name} is prepared in {site}. Bring each machine its bundles, and run there:")
-    print("\n".join(site_lines(spec, site / BUNDLES)))
+    for group in groups_of(spec):
+        many = f"{len(group.members)} processes, each " if len(group.members) > 1 else ""
+        again = f"after an error it starts again {group.restart}"
+        print(f"{group.name}: {many}on {group.machine}; keeps its {group.disk}; {again}")
+        folder = run_directory(spec, None) if group.disk is Disk.RUN else None
+        for member in (*group.members, *group.beside):
+            print(f"  {shlex.join(group.command(member, site / BUNDLES, folder))}")
     if is_loopback(spec.placement.host):
         print(
             f"The trunk's servers are at {spec.placement.host}: only its own machine reaches them. "
@@ -48,17 +49,6 @@ def prepare_command(files: SpecFiles, site: Path) -> int:
         )
     print(f"{site / 'keys'} stays here: whoever has the root key can make new roles.")
     return 0
-
-
-def site_lines(spec: RunSpec, bundles: PurePath) -> Iterator[str]:
-    """Yield for each role group where its processes run, their disk, and their commands."""
-    for group in groups_of(spec):
-        many = f"{len(group.members)} processes, each " if len(group.members) > 1 else ""
-        again = f"after an error it starts again {group.restart}"
-        yield f"{group.name}: {many}on {group.machine}; keeps its {group.disk}; {again}"
-        folder = run_directory(spec, None) if group.disk is Disk.RUN else None
-        for member in (*group.members, *group.beside):
-            yield f"  {shlex.join(group.command(member, bundles, folder))}"
 
 
 def role_command(name: str | None, path: Path, folder: Path | None, listen: str | None) -> int:
@@ -88,8 +78,11 @@ def role_command(name: str | None, path: Path, folder: Path | None, listen: str 
     folder = folder.absolute()
     endpoints = _listening(fixed_endpoints(bundle.spec), name, listen)
     require_own(bundle, folder)
-    if name == TRUNK_GROUP:
-        return _supervise(bundle, folder)
+    if name == TRUNK_GROUP:  # a run of which this machine starts nothing else
+        install(bundle, folder)
+        placement = bundle.spec.placement.model_copy(update={"roles": [], "backend": LOCAL})
+        spec = bundle.spec.model_copy(update={"placement": placement})
+        return carry_out_or_explain(make_plan(spec, folder), detach=False)
     own = folder / "work" / name
     require_writable(own, "the role's folder", "mend the permissions, or name another --dir")
     with hold(own, role=name) as lock:
@@ -100,22 +93,11 @@ def role_command(name: str | None, path: Path, folder: Path | None, listen: str 
         if name in trunk_names(bundle.spec):
             write_atomic(folder / SPEC_FILE, dump_resolved(bundle.spec))
             link_starting_model(run.spec, folder, run.machine)
-        return _become(role, lock)
-
-
-def _become(role: RoleSpec, lock: int) -> NoReturn:
-    """The role takes this process over, and the lock of its folder with it."""
-    os.set_inheritable(lock, True)
-    with pinned(role.cores):
-        os.execvpe(role.command[0], role.command, {**os.environ, **role.env})  # noqa: S606
-
-
-def _supervise(bundle: Bundle, folder: Path) -> int:
-    """The trunk is a run of which this machine starts nothing else."""
-    install(bundle, folder)
-    placement = bundle.spec.placement.model_copy(update={"roles": [], "backend": LOCAL})
-    spec = bundle.spec.model_copy(update={"placement": placement})
-    return carry_out_or_explain(make_plan(spec, folder), detach=False)
+        # The role takes this process over, and the lock of its folder with it.
+        os.set_inheritable(lock, True)
+        with pinned(role.cores):
+            os.execvpe(role.command[0], role.command, {**os.environ, **role.env})  # noqa: S606
+    raise AssertionError("a process that was replaced does not return")
 
 
 def _listening(endpoints: Endpoints, name: str, listen: str | None) -> Endpoints:
@@ -136,18 +118,14 @@ def _listening(endpoints: Endpoints, name: str, listen: str | None) -> Endpoints
         address(url)
     except UserError as error:
         raise UserError(error.thing, place="--listen", remedy="say HOST:PORT") from error
-    match name:
-        case "coordinator":
-            return replace(endpoints, coordinator=url)
-        case "origin":
-            return replace(endpoints, origin=url)
+    if name == "coordinator":
+        return replace(endpoints, coordinator=url)
+    if name == "origin":
+        return replace(endpoints, origin=url)
     for island in endpoints.shares:
         if name == shares_name(island):
             # The others still reach it under the address that the spec gives.
-            return replace(
-                endpoints,
-                shares={**endpoints.shares, island: url},
-                public={**endpoints.public, name: own},
-            )
+            shares, public = {**endpoints.shares, island: url}, {**endpoints.public, name: own}
+            return replace(endpoints, shares=shares, public=public)
     relays = {**endpoints.relays, name.removeprefix("relay-"): url}
     return replace(endpoints, relays=relays)

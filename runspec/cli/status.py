@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -22,21 +22,25 @@ from runspec.core.files import read_bounded
 from runspec.core.hashing import digest_bytes
 from runspec.core.spec.resolved import spec_digest
 from runspec.core.spec.schema import RunSpec
-from runspec.local import budget
-from runspec.local.conditions import Condition, conditions
-from runspec.local.diagnosis import cause_lines, diagnose
-from runspec.local.endpoints import load_endpoints, run_link
-from runspec.local.evaluations import newest, result_line, results_of, summarise_evaluations
-from runspec.local.formatting import duration, latency, number, per_second, size
-from runspec.local.full_states import folder_bytes, full_states
-from runspec.local.islands import island_figures, island_pairs, missing_text
+from runspec.estimate.price import hourly_price
+from runspec.local.endpoints import run_link
+from runspec.local.evaluations import newest, result_line, summarise_evaluations
+from runspec.local.formatting import (
+    duration,
+    island_figures,
+    island_pairs,
+    latency,
+    missing_text,
+    number,
+    per_second,
+    size,
+)
 from runspec.local.machine import free_bytes
 from runspec.local.metrics import Row, input_wait_share, last_known
-from runspec.local.model_folders import trained_model
-from runspec.local.progress import coordinator_status
+from runspec.local.model_folders import folder_bytes, full_states, trained_model
 from runspec.local.run_dir import find_run
-from runspec.local.snapshot import Snapshot, look_at
-from runspec.local.state import AppliedRow, EventRow, RunState
+from runspec.local.run_view import Condition, RunView, budget_limits, look_at
+from runspec.local.state import RunState
 
 EVENTS = 20
 WATCH_S = 2.0
@@ -89,16 +93,14 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         "step": seen.trained,
         "steps": seen.spec.steps,
         "wall_s": round(seen.wall_s, 3),
-        "newest": seen.rows[-1] if seen.rows else None,
+        "newest": seen.newest or None,
         "training": training_figures(seen.rows) if seen.spec.supervised is not None else None,
-        "islands": island_figures(seen.rows[-1]) if seen.rows else None,
+        "islands": island_figures(seen.newest),
         "published": seen.published,
-        "evaluations": summarise_evaluations(results_of(run_dir, seen.rows)),
-        "diagnosis": [
-            asdict(cause) for cause in diagnose(seen.spec, seen.rows, seen.dropped.by_grader)
-        ],
+        "evaluations": summarise_evaluations(seen.results),
+        "diagnosis": [asdict(cause) for cause in seen.causes],
         "join": str(link) if (link := run_link(run_dir, seen.spec)) else None,
-        "conditions": [asdict(each) for each in conditions(seen)],
+        "conditions": [asdict(each) for each in seen.conditions.values()],
         "roles": {
             role.name: {**asdict(role), "stage": seen.stages.get(role.name)} for role in seen.roles
         },
@@ -119,7 +121,7 @@ def training_figures(rows: Sequence[Row]) -> dict[str, float | None]:
     }
 
 
-def _show(seen: Snapshot) -> None:
+def _show(seen: RunView) -> None:
     console = Console(markup=False, highlight=False)
     print(headline(seen))
     if seen.held_by:
@@ -130,17 +132,18 @@ def _show(seen: Snapshot) -> None:
         print(step_line(seen.rows, seen.spec.steps), f"  {left}" if left else "", sep="")
         if seen.spec.supervised is not None and seen.published is not None:
             print(f"version {seen.published} is published")
-        if waited := latency_line(seen.rows[-1]):
+        if waited := latency_line(seen.newest):
             print(waited)
-        for name, text in island_pairs(seen.rows[-1]):
+        for name, text in island_pairs(seen.newest):
             print(f"{name}: {text}")
-    for name, result in newest(results_of(seen.directory, seen.rows)).items():
+    for name, result in newest(seen.results).items():
         print(f"{name}, {result_line(result)}")
     if missing := _missing_islands(seen):
         print(f"waits {missing}")
-    for line in cause_lines(diagnose(seen.spec, seen.rows, seen.dropped.by_grader)):
-        print(f"does not learn: {line}")
-    console.print(condition_table([each for each in conditions(seen) if each.status != "False"]))
+    for cause in seen.causes:
+        print(f"does not learn: {cause}")
+    holding = [each for each in seen.conditions.values() if each.status != "False"]
+    console.print(condition_table(holding))
     console.print(role_table(seen.roles, seen.stages))
     for event in seen.events:
         print(event_line(event))
@@ -159,7 +162,7 @@ def show_link(run_dir: Path, spec: RunSpec) -> None:
             print(f"join with: runspec join '{link}' --key FILE")
 
 
-def headline(seen: Snapshot) -> str:
+def headline(seen: RunView) -> str:
     """A run's name, its state and why, and how long it was up."""
     reason = f" ({seen.short_reason})" if seen.short_reason else ""
     return f"{seen.spec.name}: {seen.state}{reason}, up for {duration(seen.wall_s)}"
@@ -180,27 +183,47 @@ def describe_command(run: str, runs_dir: Path) -> int:
     console = Console(markup=False, highlight=False)
     print(headline(seen))
     show_link(seen.directory, seen.spec)
-    _section("Run", _run_pairs(seen, applied[-1].serial if applied else 0, sessions))
+    started = f", first {clock(seen.run.started)}" if seen.run else ""
+    pairs = {
+        "directory": seen.directory,
+        "held by": seen.held_by or "nobody",
+        "serial": applied[-1].serial if applied else 0,
+        "sessions": f"{sessions}{started}",
+        "steps trained": f"{seen.trained} of {seen.spec.steps}",
+    }
+    _section("Run", pairs.items())
     _section("Spec", _spec(seen))
-    _lines("Changes", _changes(applied))
+    changes = []
+    for row in applied:
+        changes.append(f"serial {row.serial}, {clock(row.time)}: {'' if row.what else 'started'}")
+        changes += [f"  {text}" for text in row.what]
+    _lines("Changes", changes)
     print("\nConditions")
-    console.print(condition_table(conditions(seen)))
+    console.print(condition_table([*seen.conditions.values()]))
     print("\nRoles")
     console.print(role_table(seen.roles, seen.stages))
-    _lines("Last exits", _last_exits(seen))
+    exits = {event.role: event for event in seen.events if event.exit_code is not None}
+    _lines("Last exits", [*map(event_line, exits.values())])
     _lines("Versions published", _versions(seen))
     _lines("Trained model", trained_model(seen.directory, seen.spec))
-    _lines("Full states", _states(seen))
-    _section("Disk", _disk(seen))
+    states = []
+    for each in full_states(seen.directory, seen.spec):
+        text = "" if each.bytes is None else f"  {size(each.bytes)}"
+        states.append(f"step {each.step}{text}  {each.path}")
+    _lines("Full states", states)
+    there = [name for name in _FOLDERS if (seen.directory / name).exists()]
+    disk = {name: size(folder_bytes(seen.directory / name)) for name in there}
+    _section("Disk", {**disk, "free": size(free_bytes(seen.directory))}.items())
     _section("Budget", _budget(seen))
     _section("Newest step", _figures(seen))
     if seen.spec.learner.islands is not None:
-        _section("Islands", _islands(seen))
+        waits = _missing_islands(seen) or "for nobody"
+        _section("Islands", [*island_pairs(seen.newest), ("waits", waits)])
     _lines("Events", [event_line(event) for event in seen.events[-EVENTS:]])
     return 0
 
 
-def _section(title: str, pairs: Iterator[tuple[str, str]]) -> None:
+def _section(title: str, pairs: Iterable[tuple[str, object]]) -> None:
     _lines(title, [f"{name + ':':<22}{text}" for name, text in pairs])
 
 
@@ -210,16 +233,7 @@ def _lines(title: str, lines: Sequence[str]) -> None:
         print(f"  {line}")
 
 
-def _run_pairs(seen: Snapshot, serial: int, sessions: int) -> Iterator[tuple[str, str]]:
-    yield "directory", str(seen.directory)
-    yield "held by", seen.held_by or "nobody"
-    yield "serial", str(serial)
-    started = f", first {clock(seen.run.started)}" if seen.run else ""
-    yield "sessions", f"{sessions}{started}"
-    yield "steps trained", f"{seen.trained} of {seen.spec.steps}"
-
-
-def _spec(seen: Snapshot) -> Iterator[tuple[str, str]]:
+def _spec(seen: RunView) -> Iterator[tuple[str, str]]:
     spec = seen.spec
     yield "digest", spec_digest(spec)
     if spec.model.hf is not None:
@@ -246,23 +260,7 @@ def _spec(seen: Snapshot) -> Iterator[tuple[str, str]]:
         yield "secrets", ", ".join(f"{s.name} (from {s.source.env})" for s in spec.secrets)
 
 
-def _changes(applied: Sequence[AppliedRow]) -> list[str]:
-    lines = []
-    for row in applied:
-        lines.append(f"serial {row.serial}, {clock(row.time)}: {'' if row.what else 'started'}")
-        lines += [f"  {text}" for text in row.what]
-    return lines
-
-
-def _last_exits(seen: Snapshot) -> list[str]:
-    last: dict[str, EventRow] = {}
-    for event in seen.events:
-        if event.text.startswith(("ended with exit code", "killed by")):
-            last[event.role] = event
-    return [event_line(event) for event in last.values()]
-
-
-def _versions(seen: Snapshot) -> list[str]:
+def _versions(seen: RunView) -> list[str]:
     store, lines = seen.directory / "store" / "origin", []
     for version in seen.versions:
         try:
@@ -273,46 +271,23 @@ def _versions(seen: Snapshot) -> list[str]:
     return lines
 
 
-def _states(seen: Snapshot) -> list[str]:
-    states = full_states(seen.directory, seen.spec)
-    sizes = ["" if each.bytes is None else f"  {size(each.bytes)}" for each in states]
-    return [f"step {e.step}{text}  {e.path}" for e, text in zip(states, sizes, strict=True)]
-
-
-def _disk(seen: Snapshot) -> Iterator[tuple[str, str]]:
-    for name in _FOLDERS:
-        if (seen.directory / name).exists():
-            yield name, size(folder_bytes(seen.directory / name))
-    yield "free", size(free_bytes(seen.directory))
-
-
-def _budget(seen: Snapshot) -> Iterator[tuple[str, str]]:
+def _budget(seen: RunView) -> Iterator[tuple[str, str]]:
     yield "up for", duration(seen.wall_s)
-    cost = budget.cost(seen.spec, seen.wall_s)
-    if cost is not None:
-        most = seen.spec.budget.max_cost
+    if (price := hourly_price(seen.spec)) is not None:
+        cost, most = price * seen.wall_s / 3600.0, seen.spec.budget.max_cost
         yield "cost so far", f"{cost:.2f}{'' if most is None else f' of {most:g}'}"
-    for limit in budget.limits(seen.spec):
-        left = max(0.0, limit.left_s(seen.wall_s))
-        yield limit.path, f"{limit.hours:g} h, {duration(left)} left"
+    for path, hours in budget_limits(seen.spec).items():
+        left = max(0.0, hours * 3600.0 - seen.wall_s)
+        yield path, f"{hours:g} h, {duration(left)} left"
 
 
-def _islands(seen: Snapshot) -> Iterator[tuple[str, str]]:
-    if seen.rows:
-        yield from island_pairs(seen.rows[-1])
-    yield "waits", _missing_islands(seen) or "for nobody"
-
-
-def _missing_islands(seen: Snapshot) -> str:
+def _missing_islands(seen: RunView) -> str:
     """Return for which islands the others wait now, by the coordinator; empty if for none."""
-    endpoints = load_endpoints(seen.directory)
-    if seen.spec.learner.islands is None or not seen.alive or endpoints is None:
-        return ""
-    return missing_text(coordinator_status(endpoints.coordinator).get("islands"))
+    return missing_text(seen.coordinator.get("islands")) if seen.spec.learner.islands else ""
 
 
-def _figures(seen: Snapshot) -> Iterator[tuple[str, str]]:
-    row = seen.rows[-1] if seen.rows else {}
+def _figures(seen: RunView) -> Iterator[tuple[str, str]]:
+    row = seen.newest
     if seen.spec.supervised is not None:
         for key in ("loss", "nll", "bits_per_byte", "grad_norm", "learning_rate", "epoch", "mfu"):
             yield key.replace("_", " "), number(row.get(key))

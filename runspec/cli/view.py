@@ -18,16 +18,19 @@ from rich.table import Table
 from rich.text import Text
 
 from runspec.core.files import FULL
-from runspec.local.evaluations import is_result
-from runspec.local.formatting import duration, latency, number, per_second, share, sparkline
-from runspec.local.islands import commit_text, island_figures, island_pairs
-from runspec.local.metrics import (
-    Row,
-    input_wait_share,
-    is_supervised,
-    last_known,
-    time_left_s,
+from runspec.local import metrics
+from runspec.local.formatting import (
+    commit_text,
+    duration,
+    island_figures,
+    island_pairs,
+    latency,
+    number,
+    per_second,
+    share,
+    sparkline,
 )
+from runspec.local.metrics import Row
 from runspec.local.state import RoleRow
 
 LINE_EVERY_S = 5.0
@@ -54,7 +57,7 @@ class PlainView:
         self._said_at = 0.0
         self._said = ""
 
-    def event(self, role: str, text: str) -> None:
+    def event(self, role: str, text: str, kind: str = "note") -> None:
         self._print(f"{role}: {text}")
 
     def show(self, rows: Sequence[Row], roles: Sequence[RoleRow], note: str) -> None:
@@ -82,10 +85,10 @@ class LiveView:
         self._evaluation = ""
         self._drawn_at = 0.0
 
-    def event(self, role: str, text: str) -> None:
+    def event(self, role: str, text: str, kind: str = "note") -> None:
         self._events.append(f"{time.strftime('%H:%M:%S')} {role}: {text}")
         self._drawn_at = 0.0
-        if is_result(role, text):
+        if kind == "result":
             self._evaluation = text
 
     def show(self, rows: Sequence[Row], roles: Sequence[RoleRow], note: str) -> None:
@@ -118,39 +121,32 @@ def watching(name: str, steps: int) -> Iterator[PlainView | LiveView]:
 def step_line(rows: Sequence[Row], steps: int) -> str:
     """One line on the newest step; `rows` are not empty."""
     row = rows[-1]
-    if is_supervised(row):
-        nll = number(last_known(rows, "held_out_nll"))
-        bits = number(last_known(rows, "held_out_bits_per_byte"))
+    commit = commit_text(row)
+    islands = f"  {commit}" if commit else ""
+    if metrics.is_supervised(row):
+        nll = number(metrics.last_known(rows, "held_out_nll"))
+        bits = number(metrics.last_known(rows, "held_out_bits_per_byte"))
+        waited = f"waited for input {share(metrics.input_wait_share(row))}"
+        if island_figures(row) is not None:
+            whom = row.get("waited_for") or "islands"
+            waited = f"waited {share(_wait_share(row))}, most for the {whom}"
         return (
             f"step {row['step'] + 1}/{steps}  loss {number(row.get('loss'))}  "
             f"held out {nll} ({bits} bits a byte)  {per_second(_tokens_per_s(row))} tok/s  "
-            f"MFU {share(row.get('mfu'))}  {_waited(row)}{_islands(row)}"
+            f"MFU {share(row.get('mfu'))}  {waited}{islands}"
         )
     return (
         f"step {row['step'] + 1}/{steps}  task {number(row.get('task_reward'))}  "
         f"reward {number(row.get('reward'))}  length error {number(row.get('length_error'))}  "
         f"lag {number(row.get('lag_mean'), 2)}  {per_second(row.get('sampler_tokens_per_s'))} tok/s"
-        f"{_islands(row)}"
+        f"{islands}"
     )
-
-
-def _islands(row: Row) -> str:
-    """Return who is in the last commit of a run with islands; empty for one learner."""
-    text = commit_text(row)
-    return f"  {text}" if text else ""
 
 
 def _tokens_per_s(row: Row) -> float | None:
     """Return the trained tokens a second, with those of other islands."""
     figures = island_figures(row)
     return row.get("tokens_per_s") if figures is None else figures["tokens_per_s"]
-
-
-def _waited(row: Row) -> str:
-    """Return the share of the time that a run on documents waited, and for what."""
-    if island_figures(row) is None:
-        return f"waited for input {share(input_wait_share(row))}"
-    return f"waited {share(_wait_share(row))}, most for the {row.get('waited_for') or 'islands'}"
 
 
 def _wait_share(row: Row) -> float | None:
@@ -175,25 +171,25 @@ def _run_table(rows: Sequence[Row], steps: int, width: int) -> Table:
     filled = round(24 * done / steps)
     left = left_text(rows, steps)
     table.add_row("step", f"{done}/{steps}", f"{'━' * filled}{'╌' * (24 - filled)}  {left}")
-    if is_supervised(row):
+    if metrics.is_supervised(row):
         _add_training(table, rows, width)
-        _add_islands(table, row)
-        return table
-    curve = _curve(rows, "task_reward", width)
-    table.add_row("task reward", number(row.get("task_reward")), curve)
-    table.add_row("reward", number(row.get("reward")), "")
-    table.add_row("length error", number(row.get("length_error")), "tokens")
-    lag = f"largest {number(row.get('lag_max'))}"
-    table.add_row("lag", number(row.get("lag_mean"), 2), lag)
-    trained, sampled = per_second(row.get("tokens_per_s")), row.get("sampler_tokens_per_s")
-    table.add_row("tokens/s", per_second(sampled), f"sampled, {trained} trained")
-    _add_islands(table, row)
+    else:
+        curve = _curve(rows, "task_reward", width)
+        table.add_row("task reward", number(row.get("task_reward")), curve)
+        table.add_row("reward", number(row.get("reward")), "")
+        table.add_row("length error", number(row.get("length_error")), "tokens")
+        lag = f"largest {number(row.get('lag_max'))}"
+        table.add_row("lag", number(row.get("lag_mean"), 2), lag)
+        trained, sampled = per_second(row.get("tokens_per_s")), row.get("sampler_tokens_per_s")
+        table.add_row("tokens/s", per_second(sampled), f"sampled, {trained} trained")
+    for name, text in island_pairs(row):
+        table.add_row(name, "", text)
     return table
 
 
 def left_text(rows: Sequence[Row], steps: int) -> str:
     """Return about how long the run will go on; empty where that is not known, or it is over."""
-    left = time_left_s(rows, steps)
+    left = metrics.time_left_s(rows, steps)
     return f"about {duration(left)} left" if left else ""
 
 
@@ -201,8 +197,8 @@ def _add_training(table: Table, rows: Sequence[Row], width: int) -> None:
     """Add the figures of a run that trains on documents."""
     row = rows[-1]
     table.add_row("loss", number(row.get("loss")), _curve(rows, "loss", width))
-    held_out = number(last_known(rows, "held_out_nll"))
-    bits = number(last_known(rows, "held_out_bits_per_byte"))
+    held_out = number(metrics.last_known(rows, "held_out_nll"))
+    bits = number(metrics.last_known(rows, "held_out_bits_per_byte"))
     table.add_row("held out", held_out, f"nats a token, {bits} bits a byte")
     table.add_row("bits a byte", number(row.get("bits_per_byte")), "of the trained rows")
     islands = "" if island_figures(row) is None else "of all islands, the first's "
@@ -213,13 +209,7 @@ def _add_training(table: Table, rows: Sequence[Row], width: int) -> None:
     if islands:
         table.add_row("waited", share(_wait_share(row)), whom)
     else:
-        table.add_row("waited for input", share(input_wait_share(row)), whom)
-
-
-def _add_islands(table: Table, row: Row) -> None:
-    """Add the figures of a run with islands."""
-    for name, text in island_pairs(row):
-        table.add_row(name, "", text)
+        table.add_row("waited for input", share(metrics.input_wait_share(row)), whom)
 
 
 def _curve(rows: Sequence[Row], key: str, width: int) -> str:

@@ -1,4 +1,4 @@
-"""`runspec workers`, `ban` and `unban`: who works for a run, and what the operator decides.
+"""`runspec workers`, `ban`, `unban`, `invite`: who works for a run, and what the operator decides.
 
 The operator reaches the coordinator over HTTP, or its ledger while the run is stopped.
 """
@@ -6,54 +6,61 @@ The operator reaches the coordinator over HTTP, or its ledger while the run is s
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.table import Table
 
 from runspec.cli.view import plain_table
+from runspec.core.address import parse_join_link
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, one_line
 from runspec.core.hashing import is_digest
+from runspec.core.invite import invite_key, make_invite
 from runspec.core.keys import SigningKey
+from runspec.core.signed import BadSignature
 from runspec.core.spec.resolved import load_resolved
-from runspec.local.endpoints import load_endpoints
+from runspec.local.endpoints import load_endpoints, run_link
+from runspec.local.formatting import reported
 from runspec.local.identity import load_roles
 from runspec.local.run_dir import find_run, hold, holder
 
-if TYPE_CHECKING:
-    from verify.coordinator.machine.state import State
-    from verify.coordinator_http import CoordinatorHttp
-
 REQUEST_TIMEOUT_S = 10.0
 _MAX_PAGE_BYTES = 4 * 1024 * 1024
+_MAX_REASON = 1000
 LEAST_PREFIX = 8
 """Characters of a key that are enough to name it."""
 _SOURCES = {name: name for name in ("key", "pool", "standing", "reputation", "prefill_share")}
 _SOURCES |= {"credits": "accepted_tokens", "accepted": "accepted_submissions"}
 _SOURCES |= {"rejected": "rejected_submissions", "withheld": "withheld_leases"}
-_SOURCES |= {"alive": "alive", "reason": "reason"}
+_SOURCES |= {name: name for name in ("alive", "reason")}
 """Column of `runspec workers`, and its key in the coordinator's list."""
 _NEVER_REGISTERED: dict[str, Any] = {**dict.fromkeys(_SOURCES, 0), "pool": None, "alive": False}
 _NEVER_REGISTERED |= {"standing": "banned", "reputation": 0.0, "prefill_share": 1.0}
 
 
-class CoordinatorAccess(ABC):
+@dataclass(frozen=True)
+class CoordinatorAccess:
     """An operator's access to a coordinator: reads its lists and gives it orders."""
 
-    @abstractmethod
-    def page(self, name: str, after: str) -> dict[str, Any]:
-        """A page of a list, as `GET /v1/lists/NAME/AFTER` has it; an empty `after` is the first.
+    page: Callable[[str, str], dict[str, Any]]
+    """A page of a list, as `GET /v1/lists/NAME/AFTER` has it; an empty `AFTER` is the first.
 
-        Raises:
-            UserError: it cannot be read.
-        """
+    Raises:
+        UserError: it cannot be read.
+    """
+    order: Callable[[str, dict[str, str]], object]
+    """Bans or unbans a key, or revokes an invite: verb, and `key` with `reason`.
+
+    Raises:
+        UserError: it cannot be done, or is refused; the message is the coordinator's own.
+    """
 
     def entries(self, name: str) -> list[dict[str, Any]]:
         """All entries of a list: `workers`, `banned` or `invites`.
@@ -68,66 +75,6 @@ class CoordinatorAccess(ABC):
             found += page[name]
             after = page["next"]
         return found
-
-    @abstractmethod
-    def order(self, verb: str, key: str, reason: str) -> None:
-        """Ban or unban a key, or revoke an invite.
-
-        Raises:
-            UserError: it cannot be done, or is refused; the message is the coordinator's own.
-        """
-
-    def find_key(self, named: str) -> str:
-        """A key by its 64 hex characters, or by the first eight and more of one that is known."""
-        if is_digest(named):
-            return named
-        known = {each["key"] for name in ("workers", "banned") for each in self.entries(name)}
-        return key_by_prefix(named, known, "KEY", "one that `runspec workers` lists, or all 64")
-
-
-@dataclass(frozen=True)
-class _LiveCoordinator(CoordinatorAccess):
-    """Sends requests to a running coordinator, signed with its own key."""
-
-    http: CoordinatorHttp
-
-    def page(self, name: str, after: str) -> dict[str, Any]:
-        path = f"/v1/lists/{name}/{after}".rstrip("/")
-        answer = self.http.call("GET", path, max_bytes=_MAX_PAGE_BYTES)
-        try:
-            return parse_object(answer.content, max_bytes=_MAX_PAGE_BYTES)
-        except MalformedJson as error:
-            raise self.http.not_believed(error) from error
-
-    def order(self, verb: str, key: str, reason: str) -> None:
-        body = canonical_json({"key": key, "reason": reason})
-        self.http.call("POST", f"/v1/operator/{verb}", body=body)
-
-
-@dataclass(frozen=True)
-class _StoppedCoordinator(CoordinatorAccess):
-    """Reads and writes the ledger of a run that is not alive."""
-
-    run_dir: Path
-
-    def page(self, name: str, after: str) -> dict[str, Any]:
-        from verify.coordinator.handlers.workers import page
-
-        return page(name, after, self._state)
-
-    @cached_property
-    def _state(self) -> State:
-        from verify.coordinator.handlers.workers import read_state
-
-        return read_state(self.run_dir, load_resolved(self.run_dir))
-
-    def order(self, verb: str, key: str, reason: str) -> None:
-        from verify.coordinator.handlers.operator import order_stopped
-
-        spec = load_resolved(self.run_dir)
-        with hold(self.run_dir):
-            roles = load_roles(self.run_dir, spec)
-            order_stopped(self.run_dir, spec, roles, verb, {"key": key, "reason": reason})
 
 
 def key_by_prefix(named: str, known: set[str], place: str, of: str) -> str:
@@ -149,34 +96,51 @@ def key_by_prefix(named: str, known: set[str], place: str, of: str) -> str:
 def coordinator_of(run: str, runs_dir: Path) -> CoordinatorAccess:
     """Return the access to the coordinator of a run whose directory is on this machine.
 
+    A running one is asked with its own key; of a run that is not alive the ledger is.
+
     Raises:
         UserError: there is no such run, or it has never been started.
     """
+    from verify.coordinator.handlers.operator import order_stopped
+    from verify.coordinator.handlers.workers import page, read_state
     from verify.coordinator_http import CoordinatorHttp
 
     run_dir = find_run(run, runs_dir)
+    spec = load_resolved(run_dir)
     if holder(run_dir) is None:
-        return _StoppedCoordinator(run_dir)
+        state = cache(lambda: read_state(run_dir, spec))
+
+        def write(verb: str, body: dict[str, str]) -> None:
+            with hold(run_dir):
+                order_stopped(run_dir, spec, load_roles(run_dir, spec), verb, body)
+
+        return CoordinatorAccess(lambda name, after: page(name, after, state()), write)
     endpoints = load_endpoints(run_dir)
     if endpoints is None:
         raise UserError(
             "has no coordinator yet", place=str(run_dir), remedy="start it with `runspec apply`"
         )
-    key = SigningKey.load(run_dir / "keys" / "coordinator.key")
+    parts = urlsplit(endpoints.coordinator)
+    # Loopback where the coordinator listens on all addresses.
+    here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(parts.hostname or "")  # noqa: S104
     http = CoordinatorHttp(
-        _from_here(endpoints.coordinator),
-        key,
-        run=load_resolved(run_dir).name,
+        f"{parts.scheme}://{here}:{parts.port}" if here else endpoints.coordinator,
+        SigningKey.load(run_dir / "keys" / "coordinator.key"),
+        run=spec.name,
         deadline_s=REQUEST_TIMEOUT_S,
     )
-    return _LiveCoordinator(http)
 
+    def ask(name: str, after: str) -> dict[str, Any]:
+        path = f"/v1/lists/{name}/{after}".rstrip("/")
+        answer = http.call("GET", path, max_bytes=_MAX_PAGE_BYTES)
+        try:
+            return parse_object(answer.content, max_bytes=_MAX_PAGE_BYTES)
+        except MalformedJson as error:
+            raise http.not_believed(error) from error
 
-def _from_here(url: str) -> str:
-    """Return a URL for this machine: loopback where the coordinator listens on all addresses."""
-    parts = urlsplit(url)
-    here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(parts.hostname or "")  # noqa: S104
-    return f"{parts.scheme}://{here}:{parts.port}" if here else url
+    return CoordinatorAccess(
+        ask, lambda verb, body: http.call("POST", f"/v1/operator/{verb}", body=canonical_json(body))
+    )
 
 
 def workers_command(run: str, as_json: bool, runs_dir: Path) -> int:
@@ -226,14 +190,9 @@ def worker_table(rows: list[dict[str, Any]]) -> Table:
             *(row["key"][:16], row["pool"] or "", row["standing"]),
             *(f"{row['reputation']:.2f}", f"{row['prefill_share']:.0%}", f"{row['credits']:,}"),
             *(str(row[name]) for name in ("accepted", "rejected", "withheld")),
-            *("yes" if row["alive"] else "no", _printable(row["reason"])),
+            *("yes" if row["alive"] else "no", one_line(row["reason"], _MAX_REASON)),
         )
     return table
-
-
-def _printable(text: str) -> str:
-    """A reason may repeat what a stranger sent; terminals obey control characters."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def ban_command(run: str, key: str, reason: str, runs_dir: Path) -> int:
@@ -251,8 +210,162 @@ def unban_command(run: str, key: str, reason: str, runs_dir: Path) -> int:
 
 
 def _order(verb: str, run: str, key: str, reason: str, runs_dir: Path) -> str:
-    """Gives an order about a key; returns the whole key."""
-    coordinator = coordinator_of(run, runs_dir)
-    whole = coordinator.find_key(key)
-    coordinator.order(verb, whole, reason)
+    """Gives an order about a key, named by its 64 hex characters or by the first eight and more of
+    one that is known; returns the whole key."""
+    coordinator, whole = coordinator_of(run, runs_dir), key
+    if not is_digest(key):
+        known = {e["key"] for name in ("workers", "banned") for e in coordinator.entries(name)}
+        whole = key_by_prefix(key, known, "KEY", "one that `runspec workers` lists, or all 64")
+    coordinator.order(verb, {"key": whole, "reason": reason})
     return whole
+
+
+MADE_FILE = "invites.jsonl"
+"""In the run directory: what was made, a line each, without the secrets."""
+_MAX_LINE_BYTES = 2048
+
+
+@dataclass(frozen=True)
+class Made:
+    """An invite as it was made; times are seconds since the epoch."""
+
+    key: str
+    """Its public key."""
+    pool: str | None
+    uses: int
+    expires: float
+
+
+def invite_command(run: str, pool: str | None, uses: int, valid_s: float, runs_dir: Path) -> int:
+    """Prints the link; returns the exit code. The run need not be alive."""
+    run_dir = find_run(run, runs_dir)
+    spec = load_resolved(run_dir)
+    pools = [each.name for each in spec.samplers]
+    if pool is not None and pool not in pools:
+        raise UserError(
+            f"no sampler pool {pool!r}", place="--pool", remedy=f"the spec has: {', '.join(pools)}"
+        )
+    if pool is None and all(each.trust == "trusted" for each in spec.samplers):
+        raise UserError(
+            "every pool is trusted, and a trusted pool takes only invites that name it",
+            place="--pool",
+            remedy=f"name one: {', '.join(pools)}",
+        )
+    link = run_link(run_dir, spec)
+    if link is None:
+        raise UserError(
+            "has no address and no keys yet",
+            place=str(run_dir),
+            remedy="start it with `runspec apply`",
+        )
+    text = make_invite(
+        spec.name,
+        pool=pool,
+        uses=uses,
+        valid_s=valid_s,
+        coordinator=SigningKey.load(run_dir / "keys" / "coordinator.key"),
+    )
+    _note(run_dir, Made(invite_key(text), pool, uses, time.time() + valid_s))
+    print(replace(link, invite=text))
+    return 0
+
+
+def list_invites(run: str, as_json: bool, runs_dir: Path) -> int:
+    """Lists the invites of a run that is up, with their uses; returns the exit code."""
+    coordinator = coordinator_of(run, runs_dir)
+    rows = invite_rows(read_made(find_run(run, runs_dir)), coordinator.entries("invites"))
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    elif rows:
+        Console(markup=False, highlight=False, soft_wrap=True).print(invite_table(rows))
+    else:
+        print("nobody was invited")
+    return 0
+
+
+def revoke_invite(run: str, named: str, reason: str, runs_dir: Path) -> int:
+    """Revokes an invite; returns the exit code.
+
+    Args:
+        named: its link, its public key, or how that begins.
+    """
+    coordinator = coordinator_of(run, runs_dir)
+    made = [each.key for each in read_made(find_run(run, runs_dir))]
+    seen = [each["key"] for each in coordinator.entries("invites")]
+    key = _key_of(named, {*made, *seen})
+    coordinator.order("revoke", {"key": key, "reason": reason})
+    print(f"the invite {key} is revoked: no more keys come with it; those that did stay")
+    return 0
+
+
+def invite_rows(made: list[Made], seen: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each invite: those made here, then others that the ledger knows.
+
+    Args:
+        made: on this machine.
+        seen: the coordinator's list of invites.
+
+    Returns:
+        key, pool (null: any untrusted), uses (null where it was made elsewhere), used, expires
+        (seconds since the epoch, or null), revoked (why, or null).
+    """
+    known = {each["key"]: each for each in seen}
+    rows = [
+        {**asdict(each), "used": 0, "revoked": None, **known.pop(each.key, {})} for each in made
+    ]
+    return rows + [{"pool": None, "uses": None, "expires": None, **each} for each in known.values()]
+
+
+def invite_table(rows: list[dict[str, Any]]) -> Table:
+    """Return the rows of `invite_rows` as a table."""
+    table = plain_table("invite", "pool", "used", "expires", "state")
+    for row in rows:
+        at = row["expires"]
+        expires = "" if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+        most = "?" if row["uses"] is None else row["uses"]
+        state = "used up" if row["uses"] is not None and row["used"] >= row["uses"] else "open"
+        if row["revoked"] is not None:
+            state = f"revoked: {row['revoked']}"
+        elif at is not None and time.time() > at:
+            state = "expired"
+        pool, used = row["pool"] or "any", f"{row['used']} of {most}"
+        table.add_row(row["key"][:16], pool, used, expires, state)
+    return table
+
+
+def read_made(run_dir: Path) -> list[Made]:
+    """Read the invites that `invite_command` recorded, without damaged lines."""
+    try:
+        lines = (run_dir / MADE_FILE).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(Made(**parse_object(line, max_bytes=_MAX_LINE_BYTES)))
+        except (MalformedJson, TypeError):
+            continue
+    return found
+
+
+def _note(run_dir: Path, made: Made) -> None:
+    path, remedy = run_dir / MADE_FILE, "free disk space or mend the permissions, then invite again"
+    with (
+        reported("the invite cannot be noted", path, remedy, OSError),
+        path.open("ab") as file,
+    ):
+        file.write(canonical_json(asdict(made)) + b"\n")
+
+
+def _key_of(named: str, known: set[str]) -> str:
+    if is_digest(named):
+        return named
+    if "#" in named:
+        text = parse_join_link(named).invite
+        try:
+            return invite_key(text or "")
+        except BadSignature as error:
+            raise UserError(
+                str(error), place="--revoke", remedy="copy the whole link of the invite"
+            ) from error
+    return key_by_prefix(named, known, "--revoke", "one that --list shows, or its link")

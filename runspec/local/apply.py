@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, describe_error
+from runspec.core.files import write_atomic
 from runspec.core.process import EXIT_FINAL, EXIT_USER_ERROR
 from runspec.core.run_files import initial_model, warm_start_cache
 from runspec.core.spec.resolved import spec_digest
 from runspec.core.spec.role_names import monitor_names
-from runspec.local import budget
-from runspec.local.backend import processes_of
-from runspec.local.children import last_lines
+from runspec.local.backend import last_lines, processes_of
+from runspec.local.evaluations import results_of, summarise_evaluations
 from runspec.local.fleet import Outcome, Rules
+from runspec.local.metrics import bytes_sent, read_rows, summarise
 from runspec.local.processes import PreparedRun, RoleSpec, first_version_role, role_specs
-from runspec.local.progress import Progress, RunProgress, StageProgress
-from runspec.local.report import write_summary
-from runspec.local.role_logs import last_error
-from runspec.local.snapshot import REMEDY
+from runspec.local.progress import Progress, RunProgress, StageProgress, last_error
+from runspec.local.run_view import REMEDY, budget_limits
 from runspec.local.state import RunState, StorageWait
-from runspec.local.supervisor import Session, Supervisor, Watcher, describe_exit
-from runspec.local.supervisor_requests import LiveRun
+from runspec.local.supervisor import LiveRun, Session, Supervisor, Watcher, describe_exit
 from verify.timeouts import STORAGE_S
 
 LOG_LINES = 20
+SUMMARY_FILE = "summary.json"
+REPORT_FILE = "report.html"
+MAX_REPORT_BYTES = 4_000_000
+MAX_READ_S = 5.0
+"""Seconds for which rollouts are read; the newest come first."""
 
 
 class RunFailed(UserError):
@@ -140,11 +145,11 @@ def _failure(run: PreparedRun, outcome: Outcome) -> RunFailed | None:
     if outcome.kind in ("finished", "paused", "interrupted"):
         return None
     if outcome.kind == "over_budget":
-        spent = budget.limits(run.spec)[0]
+        path, hours = next(iter(budget_limits(run.spec).items()))
         return RunFailed(
-            f"the budget of {spent.hours:g} hours is used up",
-            place=spent.path,
-            remedy=f"apply again with --set {spent.path}=MORE to go on",
+            f"the budget of {hours:g} hours is used up",
+            place=path,
+            remedy=f"apply again with --set {path}=MORE to go on",
         )
     if outcome.kind == "unpublished":
         return RunFailed(
@@ -166,3 +171,38 @@ def _failure(run: PreparedRun, outcome: Outcome) -> RunFailed | None:
         remedy=f"{remedy}{again}: the run goes on from its newest checkpoint",
         exit_code=EXIT_FINAL if outcome.kind == "stopped" else EXIT_USER_ERROR,
     )
+
+
+def write_summary(
+    run_dir: Path, wall_s: float, warn: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """Write summary.json and report.html of the steps trained so far.
+
+    Args:
+        run_dir: the run directory.
+        wall_s: seconds that the run was up, over all its sessions.
+        warn: called with a line if the page cannot be made. It shows what strangers sent, which
+            must not decide how a run ends.
+
+    Returns:
+        The summary; None, and nothing written, while no step has been trained.
+    """
+    rows = read_rows(run_dir)
+    if not rows:
+        return None
+    summary = summarise(rows, wall_s=wall_s, **bytes_sent(run_dir))
+    summary["evaluations"] = summarise_evaluations(results_of(run_dir, rows))
+    write_atomic(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2).encode() + b"\n")
+    # Drawn in here: numpy and tokenizers, which a run's other processes do not wait for.
+    from runspec.local.dashboard.page import PageData, exported_page
+    from runspec.local.dashboard.source import FolderSource
+
+    try:
+        view = PageData(FolderSource(run_dir))
+        view.refresh(read_s=MAX_READ_S)
+        page = exported_page([view], MAX_REPORT_BYTES).encode()
+    except Exception as error:  # noqa: BLE001 - whatever a stranger's files lead to
+        warn(f"{REPORT_FILE} is not written: {describe_error(error, 'runspec')}")
+    else:
+        write_atomic(run_dir / REPORT_FILE, page)
+    return summary

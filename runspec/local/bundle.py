@@ -21,23 +21,13 @@ from runspec.core.files import read_bounded, require_writable, write_atomic
 from runspec.core.keys import SigningKey
 from runspec.core.roles import OWN_WORKERS_FILE, open_roles, read_own_workers
 from runspec.core.signed import BadSignature
+from runspec.core.spec import role_names
 from runspec.core.spec.islands import island_names
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
 from runspec.core.spec.resolved import dump_resolved, load_resolved, parse_resolved
-from runspec.core.spec.role_names import (
-    evaluator_names,
-    island_processes,
-    island_role,
-    learner_names,
-    relay_names,
-    role_names,
-    shares_name,
-    trunk_names,
-    validator_names,
-    worker_names,
-)
 from runspec.core.spec.schema import RunSpec
+from runspec.local.formatting import reported
 from runspec.local.identity import Identity
 from runspec.local.run_dir import write_spec
 
@@ -91,7 +81,8 @@ def decode_bundle(data: bytes, *, place: str) -> Bundle:
     Raises:
         UserError: it is none, it is damaged, or the roles.json in it counts no more.
     """
-    try:
+    kinds = (MalformedJson, KeyError, TypeError, ValueError, AttributeError, UserError)
+    with reported("not a bundle", place, _REMEDY, *kinds):
         read = parse_object(data, max_bytes=MAX_BYTES)
         if read["format"] != FORMAT:
             raise MalformedJson(f"of format {read['format']!r}, not {FORMAT}")
@@ -105,26 +96,17 @@ def decode_bundle(data: bytes, *, place: str) -> Bundle:
         )
         for secret in bundle.keys.values():
             SigningKey.from_secret(secret)
-        islands = map(island_role, island_names(bundle.spec))  # their keys' names
-        known = {TRUNK_GROUP, *role_names(bundle.spec), *islands}
+        islands = map(role_names.island_role, island_names(bundle.spec))  # their keys' names
+        known = {TRUNK_GROUP, *role_names.role_names(bundle.spec), *islands}
         strangers = {*bundle.roles, *bundle.keys} - known
         if strangers:
             raise MalformedJson(f"its spec has no role {', '.join(sorted(strangers))}")
         if bundle.spec.identity.root_public_key is None or bundle.spec.placement.base_port is None:
             raise MalformedJson("its spec pins no root, or fixes no addresses")
-    except (MalformedJson, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"not a bundle: {error}", place=place, remedy=_REMEDY) from error
-    except UserError as error:
-        raise UserError(f"not a bundle: {error.thing}", place=place, remedy=_REMEDY) from error
-    try:
+    remedy = "`runspec prepare` the site again, and bring the new bundle"
+    with reported("the roles.json in it does not count", place, remedy, BadSignature):
         root = bundle.root_public_key
         open_roles(bundle.roles_document, root_public_key=root, run=bundle.spec.name)
-    except BadSignature as error:
-        raise UserError(
-            f"the roles.json in it does not count: {error}",
-            place=place,
-            remedy="`runspec prepare` the site again, and bring the new bundle",
-        ) from error
     return bundle
 
 
@@ -134,14 +116,11 @@ def load_bundle(path: Path) -> Bundle:
     Raises:
         UserError: there is none, or as `decode_bundle`.
     """
-    try:
+    with (
+        reported("cannot read the bundle", path, _REMEDY, OSError),
+        reported("not a bundle", path, _REMEDY, UserError),
+    ):
         data = read_bounded(path, MAX_BYTES)
-    except OSError as error:
-        raise UserError(
-            f"cannot read the bundle: {error.strerror}", place=str(path), remedy=_REMEDY
-        ) from error
-    except UserError as error:
-        raise UserError(f"not a bundle: {error.thing}", place=str(path), remedy=_REMEDY) from error
     return decode_bundle(data, place=str(path))
 
 
@@ -162,22 +141,22 @@ def make_bundles(spec: RunSpec, identity: Identity) -> list[Bundle]:
         workers = read_own_workers(identity.folder) if name == TRUNK_GROUP else {}
         return Bundle(name, names or (name,), spec, roles, keys, workers)
 
-    trunk, first = (TRUNK_GROUP, *trunk_names(spec)), map(island_role, island_names(spec)[:1])
-    islands = []
-    for name, (speaker, *others) in island_processes(spec).items():
-        islands.append(bundle(speaker, island_role(name), names=(speaker, shares_name(name))))
+    trunk = (TRUNK_GROUP, *role_names.trunk_names(spec))
+    first, islands = map(role_names.island_role, island_names(spec)[:1]), []
+    for name, (speaker, *others) in role_names.island_processes(spec).items():
+        both = (speaker, role_names.shares_name(name))
+        islands.append(bundle(speaker, role_names.island_role(name), names=both))
         islands += [bundle(other) for other in others]
+    without_key = (*role_names.learner_names(spec)[1:], *role_names.relay_names(spec))
+    # The keys of these have their own names.
+    with_key = [*role_names.validator_names(spec), *role_names.evaluator_names(spec)]
+    with_key += role_names.worker_names(spec)
     return [
         bundle(TRUNK_GROUP, "coordinator", "publisher", *first, names=trunk),
         *islands,
-        *(bundle(name) for name in (*learner_names(spec)[1:], *relay_names(spec))),
-        *(bundle(name, name) for name in _with_a_key(spec)),
+        *map(bundle, without_key),
+        *(bundle(name, name) for name in with_key),
     ]
-
-
-def _with_a_key(spec: RunSpec) -> list[str]:
-    """Return the processes whose key has their own name."""
-    return [*validator_names(spec), *evaluator_names(spec), *worker_names(spec)]
 
 
 def require_own(bundle: Bundle, folder: Path) -> None:
@@ -186,14 +165,18 @@ def require_own(bundle: Bundle, folder: Path) -> None:
     Raises:
         UserError: the folder holds another run's spec or keys.
     """
-    if (folder / SPEC_FILE).exists():
+    others = dict[Path, str]()
+    if (path := folder / SPEC_FILE).exists():
         spec, run = load_resolved(folder), (bundle.spec.name, bundle.root_public_key)
         if (spec.name, spec.identity.root_public_key) != run:
-            raise _of_another_run(f"the spec of another run, {spec.name}", folder / SPEC_FILE)
+            others[path] = f"the spec of another run, {spec.name}"
     for name, secret in bundle.keys.items():
         path = folder / "keys" / f"{name}.key"
         if path.exists() and SigningKey.load(path).secret_hex != secret:
-            raise _of_another_run("another key than the bundle's", path)
+            others[path] = "another key than the bundle's"
+    for path, thing in others.items():
+        remedy = "name another --dir, or remove the folder if its run is over"
+        raise UserError(f"{thing}, lies here", place=str(path), remedy=remedy)
 
 
 def install(bundle: Bundle, folder: Path) -> Identity:
@@ -217,8 +200,3 @@ def install(bundle: Bundle, folder: Path) -> Identity:
     else:
         write_spec(bundle.spec, folder, bundle.roles)
     return Identity(keys, bundle.root_public_key)
-
-
-def _of_another_run(thing: str, path: Path) -> UserError:
-    remedy = "name another --dir, or remove the folder if its run is over"
-    return UserError(f"{thing}, lies here", place=str(path), remedy=remedy)

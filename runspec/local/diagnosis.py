@@ -5,13 +5,14 @@ Pure over metrics.jsonl, the spec and the grader's failures.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import sqrt
+from statistics import fmean, variance
 
 from runspec.core.spec.schema import RunSpec
 from runspec.local.formatting import number, share
-from runspec.local.metrics import Row
+from runspec.local.metrics import Row, mean
 
 NEWEST = 20
 """Steps that are judged. With fewer nothing is said."""
@@ -44,6 +45,9 @@ class Cause:
     fields: tuple[str, ...]
     """Fields of the spec to look at."""
 
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text} (look at {', '.join(self.fields)})"
+
 
 def diagnose(spec: RunSpec, rows: Sequence[Row], failed_groups: int = 0) -> list[Cause]:
     """Return why the newest steps did not learn, the likeliest cause first; empty if they did.
@@ -53,11 +57,17 @@ def diagnose(spec: RunSpec, rows: Sequence[Row], failed_groups: int = 0) -> list
         rows: metrics.jsonl, a row a step, in order.
         failed_groups: groups that the run lost because the grader failed.
     """
-    newest = rows[-NEWEST:]
-    if spec.supervised is not None or len(newest) < NEWEST or is_learning(rows):
+    if spec.supervised is not None or len(rows) < NEWEST or is_learning(rows):
         return []
-    found = (judge(spec, rows, newest, failed_groups) for judge in _JUDGES)
-    return [cause for cause in found if cause is not None]
+    found = (*_of_rewards(spec, rows, failed_groups), *_of_updates(spec, rows))
+    return [cause for name in _ORDER for cause in found if cause.name == name]
+
+
+_ORDER = (
+    *("GraderFails", "UpdatesSkipped", "CutOff", "NothingRight", "EqualGroups"),
+    *("EntropyCollapsed", "RatioClipped", "LagAtLimit", "LengthOutweighs"),
+)
+"""The likeliest causes first."""
 
 
 def is_learning(rows: Sequence[Row]) -> bool:
@@ -65,150 +75,80 @@ def is_learning(rows: Sequence[Row]) -> bool:
 
     Means of `NEWEST` steps are compared; without as many before, the halves of them are.
     """
-    if (_mean(rows[-NEWEST:], "task_reward") or 0.0) >= SOLVED:
+    if (mean(rows[-NEWEST:], "task_reward") or 0.0) >= SOLVED:
         return True
     before, after = rows[-2 * NEWEST : -NEWEST], rows[-NEWEST:]
     if len(before) < NEWEST:
         before, after = after[: NEWEST // 2], after[NEWEST // 2 :]
-    return any(_rose(before, after, key) for key in ("task_reward", "reward"))
+    for key in ("task_reward", "reward"):
+        first, last = _known(before, key), _known(after, key)
+        if len(first) >= 2 and len(last) >= 2:
+            error = sqrt(variance(first) / len(first) + variance(last) / len(last))
+            if fmean(last) - fmean(first) > max(RISE * error, 1e-6):
+                return True
+    return False
 
 
-def _rose(before: Sequence[Row], after: Sequence[Row], key: str) -> bool:
-    first, last = _known(before, key), _known(after, key)
-    if len(first) < 2 or len(last) < 2:
-        return False
-    error = math.sqrt(_variance(first) / len(first) + _variance(last) / len(last))
-    rise = sum(last) / len(last) - sum(first) / len(first)
-    return rise > max(RISE * error, 1e-6)
-
-
-_Judge = Callable[[RunSpec, Sequence[Row], Sequence[Row], int], Cause | None]
-
-
-def _nothing_right(
-    spec: RunSpec, rows: Sequence[Row], newest: Sequence[Row], failed: int
-) -> Cause | None:
-    if _mean(newest, "task_reward") != 0.0:
-        return None
-    return Cause(
-        "NothingRight",
-        f"no answer was right in {NEWEST} steps",
-        ("data.sources", "model", *_of_pools(spec, "max_new_tokens")),
-    )
-
-
-def _grader_fails(
-    spec: RunSpec, rows: Sequence[Row], newest: Sequence[Row], failed: int
-) -> Cause | None:
-    groups = len(rows) * spec.grpo.prompts_per_step
-    part = failed / (failed + groups)
-    if part < MOST_FAILED:
-        return None
-    terms = (f"reward.{term.name}.timeout" for term in spec.reward if term.targets is None)
-    return Cause("GraderFails", f"the grader failed at {share(part)} of all groups", tuple(terms))
-
-
-def _equal_groups(
-    spec: RunSpec, rows: Sequence[Row], newest: Sequence[Row], failed: int
-) -> Cause | None:
+def _of_rewards(spec: RunSpec, rows: Sequence[Row], failed: int) -> Iterator[Cause]:
+    """Yield what is wrong with problems, grades and answers."""
+    newest = rows[-NEWEST:]
+    task, reward = mean(newest, "task_reward"), mean(newest, "reward")
+    part = failed / (failed + len(rows) * spec.grpo.prompts_per_step)
+    if part >= MOST_FAILED:
+        terms = (f"reward.{term.name}.timeout" for term in spec.reward if term.targets is None)
+        text = f"the grader failed at {share(part)} of all groups"
+        yield Cause("GraderFails", text, tuple(terms))
+    if task == 0.0:
+        fields = ("data.sources", "model", *_of_pools(spec, "max_new_tokens"))
+        yield Cause("NothingRight", f"no answer was right in {NEWEST} steps", fields)
     filtered = sum(_known(newest, "filtered_groups"))
     trained = sum(_known(newest, "trained_rollouts")) / spec.grpo.group_size
-    if not filtered or filtered / (filtered + trained) < MOST_EQUAL:
-        return None
-    part = share(filtered / (filtered + trained))
-    right = number(_mean(newest, "task_reward"))
-    return Cause(
-        "EqualGroups",
-        f"in {part} of the groups all answers earned the same; the task reward is {right}",
-        ("data.sources.NAME.solve_rate", "algorithm.group_size"),
-    )
-
-
-def _cut_off(
-    spec: RunSpec, rows: Sequence[Row], newest: Sequence[Row], failed: int
-) -> Cause | None:
+    if filtered and filtered / (filtered + trained) >= MOST_EQUAL:
+        yield Cause(
+            "EqualGroups",
+            f"in {share(filtered / (filtered + trained))} of the groups all answers earned the "
+            f"same; the task reward is {number(task)}",
+            ("data.sources.NAME.solve_rate", "algorithm.group_size"),
+        )
     longest = max(pool.max_new_tokens for pool in spec.samplers)
-    length = _mean(newest, "length_mean")
-    if length is None or length < NEARLY_ALL * longest:
-        return None
-    text = f"the mean output has {number(length)} tokens, and {longest} are the most"
-    return Cause("CutOff", text, _of_pools(spec, "max_new_tokens"))
+    length = mean(newest, "length_mean")
+    if length is not None and length >= NEARLY_ALL * longest:
+        text = f"the mean output has {number(length)} tokens, and {longest} are the most"
+        yield Cause("CutOff", text, _of_pools(spec, "max_new_tokens"))
+    terms = (f"reward.{term.name}.alpha" for term in spec.reward if term.targets is not None)
+    fields = tuple(terms)
+    if fields and task is not None and reward is not None and task - reward > max(task, 1e-9):
+        text = f"the length term takes {number(task - reward)}, the task gives {number(task)}"
+        yield Cause("LengthOutweighs", text, fields)
 
 
-def _collapsed(
-    spec: RunSpec, rows: Sequence[Row], newest: Sequence[Row], failed: int
-) -> Cause | None:
-    first, last = _mean(rows[:NEWEST], "entropy"), _mean(newest, "entropy")
-    if first is None or last is None or last > min(COLLAPSED_NATS, COLLAPSED * first):
-        return None
-    text = f"the entropy fell from {number(first)} to {number(last)} nats a token"
-    fields = ("algorithm.entropy_coef", "optimizer.lr", *_of_pools(spec, "sampling.temperature"))
-    return Cause("EntropyCollapsed", text, fields)
-
-
-def _clipped(
-    spec: RunSpec, rows: Sequence[Row], newest: Sequence[Row], failed: int
-) -> Cause | None:
+def _of_updates(spec: RunSpec, rows: Sequence[Row]) -> Iterator[Cause]:
+    """Yield what is wrong with the updates."""
+    newest = rows[-NEWEST:]
+    first, last = mean(rows[:NEWEST], "entropy"), mean(newest, "entropy")
+    if first is not None and last is not None and last <= min(COLLAPSED_NATS, COLLAPSED * first):
+        text = f"the entropy fell from {number(first)} to {number(last)} nats a token"
+        temperatures = _of_pools(spec, "sampling.temperature")
+        fields = ("algorithm.entropy_coef", "optimizer.lr", *temperatures)
+        yield Cause("EntropyCollapsed", text, fields)
     sides = ("clip_fraction_low", "clip_fraction_high", "clip_fraction_delta")
-    part = sum(_mean(newest, side) or 0.0 for side in sides)
-    if part < CLIPPED:
-        return None
-    text = f"the clip takes {share(part)} of the tokens out of the gradient"
-    return Cause("RatioClipped", text, ("algorithm.clip", "optimizer.lr", "algorithm.async_level"))
-
-
-def _stale(spec: RunSpec, rows: Sequence[Row], newest: Sequence[Row], failed: int) -> Cause | None:
-    lag, drift = _mean(newest, "lag_mean"), _mean(newest, "policy_drift")
-    most = spec.grpo.async_level
-    if not most or lag is None or lag < most - 0.1 or (drift or 0.0) < DRIFT_NATS:
-        return None
-    return Cause(
-        "LagAtLimit",
-        f"rollouts are {number(lag)} steps old, and at most {most}; the policy has moved "
-        f"{number(drift)} nats a token since",
-        ("algorithm.async_level", "optimizer.lr", "algorithm.importance.cap"),
-    )
-
-
-def _length_outweighs(
-    spec: RunSpec, rows: Sequence[Row], newest: Sequence[Row], failed: int
-) -> Cause | None:
-    terms = [term.name for term in spec.reward if term.targets is not None]
-    task, reward = _mean(newest, "task_reward"), _mean(newest, "reward")
-    if not terms or task is None or reward is None or task - reward <= max(task, 1e-9):
-        return None
-    text = f"the length term takes {number(task - reward)}, the task gives {number(task)}"
-    return Cause("LengthOutweighs", text, tuple(f"reward.{name}.alpha" for name in terms))
-
-
-def _skipped(
-    spec: RunSpec, rows: Sequence[Row], newest: Sequence[Row], failed: int
-) -> Cause | None:
+    part = sum(mean(newest, side) or 0.0 for side in sides)
+    if part >= CLIPPED:
+        text = f"the clip takes {share(part)} of the tokens out of the gradient"
+        fields = ("algorithm.clip", "optimizer.lr", "algorithm.async_level")
+        yield Cause("RatioClipped", text, fields)
+    lag, drift, most = mean(newest, "lag_mean"), mean(newest, "policy_drift"), spec.grpo.async_level
+    if most and lag is not None and lag >= most - 0.1 and (drift or 0.0) >= DRIFT_NATS:
+        yield Cause(
+            "LagAtLimit",
+            f"rollouts are {number(lag)} steps old, and at most {most}; the policy has moved "
+            f"{number(drift)} nats a token since",
+            ("algorithm.async_level", "optimizer.lr", "algorithm.importance.cap"),
+        )
     steps = sum(skipped > 0 for skipped in _known(newest, "skipped_updates"))
-    if steps < NEWEST // 2:
-        return None
-    text = f"updates were skipped in {steps} of {NEWEST} steps: their gradients are not finite"
-    return Cause("UpdatesSkipped", text, ("optimizer.lr", "optimizer.clip_norm", "learner"))
-
-
-_JUDGES: tuple[_Judge, ...] = (
-    _grader_fails,
-    _skipped,
-    _cut_off,
-    _nothing_right,
-    _equal_groups,
-    _collapsed,
-    _clipped,
-    _stale,
-    _length_outweighs,
-)
-"""The likeliest causes first."""
-
-
-def cause_lines(causes: Sequence[Cause]) -> Iterator[str]:
-    """Yield a line for each cause."""
-    for cause in causes:
-        yield f"{cause.name}: {cause.text} (look at {', '.join(cause.fields)})"
+    if steps >= NEWEST // 2:
+        text = f"updates were skipped in {steps} of {NEWEST} steps: their gradients are not finite"
+        yield Cause("UpdatesSkipped", text, ("optimizer.lr", "optimizer.clip_norm", "learner"))
 
 
 def _of_pools(spec: RunSpec, field: str) -> tuple[str, ...]:
@@ -216,14 +156,31 @@ def _of_pools(spec: RunSpec, field: str) -> tuple[str, ...]:
 
 
 def _known(rows: Sequence[Row], key: str) -> list[float]:
-    return [row[key] for row in rows if isinstance(row.get(key), int | float)]
+    return [row[key] for row in rows if row.get(key) is not None]
 
 
-def _mean(rows: Sequence[Row], key: str) -> float | None:
-    values = _known(rows, key)
-    return sum(values) / len(values) if values else None
+def dropped_text(groups: int, newest: str) -> str:
+    """Says how many groups the grader made a run lose, and what it failed with last."""
+    return f"{groups} groups dropped by the grader, the newest: {newest}"
 
 
-def _variance(values: Sequence[float]) -> float:
-    mean = sum(values) / len(values)
-    return sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+def alarm_text(row: Row) -> str:
+    """Return the text of a step's alarm; empty without one."""
+    if not row.get("sampler_logprob_alarm"):
+        return ""
+    apart, limit = row.get("sampler_logprob_diff_mean"), row.get("sampler_logprob_limit")
+    return (
+        f"step {row.get('step')}: the samplers' log-probs are {number(apart)} from the learner's "
+        f"on average, verify.logprob_alarm is {number(limit)}"
+    )
+
+
+def unsolved_text(row: Row) -> str:
+    """Return the text for a step whose rollouts were all wrong; empty where one was right."""
+    if row.get("task_reward") != 0:
+        return ""
+    return (
+        f"no rollout of step {row.get('step')} was right, so nothing is learned from it: read the "
+        "answers in samples.jsonl, measure with `python -m sampler solve-rates`, then take easier "
+        "problems or a better starting model (docs/first-run.md)"
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import random
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from runspec.core.address import JoinLink
@@ -15,17 +17,10 @@ from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.keys import SigningKey
+from runspec.core.spec import role_names
 from runspec.core.spec.islands import members
-from runspec.core.spec.role_names import (
-    elsewhere,
-    island_processes,
-    measured_roles,
-    rendezvous_names,
-    server_names,
-    shares_name,
-    trunk_names,
-)
 from runspec.core.spec.schema import RunSpec
+from runspec.local.formatting import reported
 
 FILE_NAME = "endpoints.json"
 MAX_BYTES = 64 * 1024
@@ -33,6 +28,8 @@ MAX_BYTES = 64 * 1024
 # port at the very moment when a killed server wants it back.
 PORTS = range(20000, 32000)
 _TRIES = 200
+_REQUEST_TIMEOUT_S = 0.3
+_MAX_ANSWER_BYTES = 1024 * 1024
 
 IsFree = Callable[[str, int], bool]
 _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - what a spec may say, not what is bound here
@@ -63,7 +60,9 @@ class Endpoints:
         """URL by role name, of what listens on this machine."""
         named = {f"relay-{name}": url for name, url in self.relays.items()}
         named |= {"learner": self.learner} if self.learner else {}
-        named |= self.islands | {shares_name(name): url for name, url in self.shares.items()}
+        named |= self.islands | {
+            role_names.shares_name(name): url for name, url in self.shares.items()
+        }
         return {"coordinator": self.coordinator, "origin": self.origin} | named
 
     def figures_option(self, name: str) -> tuple[str, ...]:
@@ -75,7 +74,7 @@ class Endpoints:
 
     def shares_url(self, island: str) -> str:
         """Where the other islands reach an island's shares."""
-        return self.public.get(shares_name(island), self.shares[island])
+        return self.public.get(role_names.shares_name(island), self.shares[island])
 
     def weights(self) -> list[str]:
         """Where workers elsewhere fetch versions: relays in the order of the spec, then origin."""
@@ -118,7 +117,7 @@ def plan_endpoints(
     Raises:
         UserError: a fixed port is taken, or no free one was found.
     """
-    host, away = spec.placement.host, elsewhere(spec)
+    host, away = spec.placement.host, role_names.elsewhere(spec)
     taken: set[int] = set()
     public = {} if spec.placement.url is None else {"coordinator": spec.placement.url.rstrip("/")}
 
@@ -126,7 +125,7 @@ def plan_endpoints(
     figures = fixed_metrics(spec) or (previous.metrics if previous else {})
     spoken_for = {address(url)[1] for url in (*kept.values(), *figures.values())}
 
-    servers = server_names(spec)
+    servers = role_names.server_names(spec)
 
     def place(role: str, url: str | None = None) -> str:
         before = kept.get(role)
@@ -145,6 +144,20 @@ def plan_endpoints(
         taken.add(address(url)[1])
         return url.rstrip("/")
 
+    def place_figures() -> Iterator[tuple[str, str]]:
+        """A fixed port may be taken: its role says so, and goes on without."""
+        setting = spec.placement.metrics
+        if setting is None:
+            return
+        for name in (name for name in role_names.measured_roles(spec) if name not in away):
+            url = figures.get(name, "")
+            at = address(url) if url else ("", 0)
+            if setting.base_port is None:
+                if at[0] != setting.host or at[1] in taken or not is_free(*at):
+                    url = _url(setting.host, _draw(setting.host, is_free, rng, taken | spoken_for))
+                taken.add(address(url)[1])
+            yield name, url
+
     return Endpoints(
         coordinator=place("coordinator"),
         origin=place("origin", spec.broadcast.origin.url),
@@ -161,46 +174,17 @@ def plan_endpoints(
         learner=place("learner") if "learner" in servers else None,
         public=public,
         shares={
-            member.name: place(shares_name(member.name), member.url)
+            member.name: place(role_names.shares_name(member.name), member.url)
             for member in members(spec)
-            if shares_name(member.name) not in away
+            if role_names.shares_name(member.name) not in away
         },
         islands={
             name: place(name)
-            for name in rendezvous_names(spec)
+            for name in role_names.rendezvous_names(spec)
             if name != "learner" and name not in away
         },
-        metrics=_plan_metrics(spec, figures, is_free, rng, taken, spoken_for),
+        metrics=dict(place_figures()),
     )
-
-
-def _plan_metrics(
-    spec: RunSpec,
-    known: Mapping[str, str],
-    is_free: IsFree,
-    rng: random.Random,
-    taken: set[int],
-    spoken_for: set[int],
-) -> dict[str, str]:
-    """Chooses a port for the figures of each role here.
-
-    A fixed one may be taken: its role says so, and goes on without.
-    """
-    place = spec.placement.metrics
-    if place is None:
-        return {}
-    here = measured_roles(spec).keys() - elsewhere(spec)
-    if place.base_port is not None:
-        return {name: url for name, url in known.items() if name in here}
-    found: dict[str, str] = {}
-    for name in (name for name in measured_roles(spec) if name in here):
-        url = known.get(name, "")
-        host, port = address(url) if url else ("", 0)
-        if host != place.host or port in taken or not is_free(host, port):
-            url = _url(place.host, _draw(place.host, is_free, rng, taken | spoken_for))
-        taken.add(address(url)[1])
-        found[name] = url
-    return found
 
 
 def fixed_metrics(spec: RunSpec) -> dict[str, str]:
@@ -212,10 +196,10 @@ def fixed_metrics(spec: RunSpec) -> dict[str, str]:
     place, alone = spec.placement.metrics, spec.placement.backend == "kubernetes"
     if place is None or place.base_port is None:
         return {}
-    base, trunk = place.base_port, trunk_names(spec)
+    base, trunk = place.base_port, role_names.trunk_names(spec)
     return {
         name: _url(place.host, base + (0 if alone and name not in trunk else i))
-        for i, name in enumerate(measured_roles(spec))
+        for i, name in enumerate(role_names.measured_roles(spec))
     }
 
 
@@ -224,10 +208,10 @@ def fixed_endpoints(spec: RunSpec) -> Endpoints:
     place, relays = spec.placement, spec.broadcast.relays
     base = place.base_port
     assert base is not None, "a site has one"
-    ports = {name: base + i for i, name in enumerate(server_names(spec))}
+    ports = {name: base + i for i, name in enumerate(role_names.server_names(spec))}
     listens = {name: _url(place.host, port) for name, port in ports.items()}
     shares = {
-        member.name: (member.url or listens[shares_name(member.name)]).rstrip("/")
+        member.name: (member.url or listens[role_names.shares_name(member.name)]).rstrip("/")
         for member in members(spec)
     }
     return Endpoints(
@@ -239,7 +223,7 @@ def fixed_endpoints(spec: RunSpec) -> Endpoints:
         islands={
             # The first process of an island is on the machine that serves its shares.
             first: _url(urlsplit(shares[name]).hostname or place.host, ports[first])
-            for name, (first, *others) in island_processes(spec).items()
+            for name, (first, *others) in role_names.island_processes(spec).items()
             if others
         },
         metrics=fixed_metrics(spec),
@@ -251,14 +235,11 @@ def load_endpoints(run_dir: Path) -> Endpoints | None:
     path = run_dir / FILE_NAME
     if not path.exists():
         return None
-    try:
+    kinds = (MalformedJson, TypeError, AttributeError)
+    with reported("not the endpoints of a run", path, "remove the file", *kinds):
         endpoints = Endpoints(**parse_object(read_bounded(path, MAX_BYTES), max_bytes=MAX_BYTES))
         for url in (*endpoints.all().values(), *endpoints.metrics.values()):
             address(url)
-    except (MalformedJson, TypeError, AttributeError) as error:
-        raise UserError(
-            f"not the endpoints of a run: {error}", place=str(path), remedy="remove the file"
-        ) from error
     return endpoints
 
 
@@ -289,7 +270,13 @@ def port_answers(host: str, port: int, timeout_s: float = 0.2) -> bool:
 
 def port_taken(role: str, host: str, port: int) -> UserError:
     """The error that says which port is taken, and by whom as far as this user may see."""
-    owner = _listener(port)
+    owner, inodes = "", {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # ended meanwhile, or another user's
+            if str(link.readlink()) in inodes:
+                process = link.parent.parent
+                owner = f"{(process / 'comm').read_text().strip()} (process {process.name})"
+                break
     return UserError(
         f"port {port} is taken{f' by {owner}' if owner else ''}",
         place=f"{role} at {host}:{port}",
@@ -311,17 +298,6 @@ def _draw(host: str, is_free: IsFree, rng: random.Random, taken: set[int]) -> in
         place=f"placement.host {host}",
         remedy="bind to an address of this machine, or set placement.base_port",
     )
-
-
-def _listener(port: int) -> str:
-    """`python (process 123)` for the process that listens on a port; empty if it cannot be told."""
-    sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # ended meanwhile, or another user's
-            if str(link.readlink()) in sockets:
-                process = link.parent.parent
-                return f"{(process / 'comm').read_text().strip()} (process {process.name})"
-    return ""
 
 
 def _listening_inodes(port: int) -> list[str]:
@@ -363,3 +339,17 @@ def named(url: str) -> str:
     if parts.hostname in _EVERYWHERE:
         return f"{parts.scheme}://{socket.gethostname()}:{parts.port}"
     return url
+
+
+def coordinator_status(url: str) -> dict[str, Any]:
+    """The coordinator's `GET /v1/status`; empty while it does not answer at once."""
+    host, port = address(url)
+    connection = http.client.HTTPConnection(host, port, timeout=_REQUEST_TIMEOUT_S)
+    try:
+        connection.request("GET", "/v1/status")
+        data = connection.getresponse().read(_MAX_ANSWER_BYTES + 1)
+        return parse_object(data, max_bytes=_MAX_ANSWER_BYTES)
+    except (OSError, http.client.HTTPException, MalformedJson):
+        return {}
+    finally:
+        connection.close()

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from runspec.core.run_files import evaluation_files
-from runspec.core.spec.role_names import EVALUATOR
 from runspec.core.spec.schema import RunSpec
 from runspec.local.formatting import number
 from runspec.local.metrics import Row
@@ -18,8 +17,6 @@ from verify.formats.evaluation import Figure as Mean
 SECTION = "Evaluations"
 HELD_OUT, LOSS = "held-out", "loss"
 """Evaluation of runs that train on documents, and its figure in nats a token."""
-_RESULT = " of version "
-"""What only results have among the evaluator's events."""
 _TITLES = {
     LOSS: ("loss", "Mean loss of a held-out token, in nats"),
     "bits-per-byte": ("bits a byte", "Loss of the held-out documents over their bytes"),
@@ -45,24 +42,14 @@ def results_of(run_dir: Path, rows: Iterable[Row]) -> list[Evaluated]:
     Raises:
         UserError: a file is not a result.
     """
-    measured = [_measured(run_dir.name, row) for row in rows if row.get("held_out_nll") is not None]
-    return [*read_evaluations(evaluation_files(run_dir)), *measured]
-
-
-def _measured(run: str, row: Row) -> Evaluated:
-    found = {LOSS: row["held_out_nll"], "bits-per-byte": row["held_out_bits_per_byte"]}
-    return Evaluated(
-        run=run,
-        evaluation=HELD_OUT,
-        version=row["version"],
-        model_digest=None,
-        figures={name: Mean(value, None, None) for name, value in found.items()},
-        faults=0,
-        problems=[],
-        finished=row["time"],
-        wall_s=0.0,
-        cpu_s=0.0,  # the learner's own
-    )
+    found = read_evaluations(evaluation_files(run_dir))
+    for row in rows:
+        if row.get("held_out_nll") is not None:
+            values = {LOSS: row["held_out_nll"], "bits-per-byte": row["held_out_bits_per_byte"]}
+            figures = {name: Mean(value, None, None) for name, value in values.items()}
+            at = (run_dir.name, HELD_OUT, row["version"], None)
+            found.append(Evaluated(*at, figures, 0, [], row["time"], wall_s=0.0, cpu_s=0.0))
+    return found
 
 
 def evaluation_names(spec: RunSpec) -> list[str]:
@@ -84,7 +71,11 @@ def newest(results: Sequence[Evaluated]) -> dict[str, Evaluated]:
 
 def result_line(result: Evaluated) -> str:
     """Return a result as one line."""
-    parts = [f"{name} {_shown(result.figures[name])}" for name in _in_order(result.figures)]
+    parts = []
+    for name in _in_order(result.figures):
+        mean = result.figures[name]
+        ends = "" if mean.low is None else f" ({number(mean.low)} to {number(mean.high)})"
+        parts.append(f"{name} {number(mean.value)}{ends}")
     if result.faults:
         parts.append(f"{result.faults} answers without a grade")
     return f"version {result.version}: {', '.join(parts) or 'no answer was graded'}"
@@ -100,12 +91,6 @@ def _in_order(names: Iterable[str]) -> list[str]:
         return kinds.index(kind) if kind in kinds else len(kinds), int(k)
 
     return sorted(names, key=place)
-
-
-def _shown(mean: Mean) -> str:
-    if mean.low is None:
-        return number(mean.value)
-    return f"{number(mean.value)} ({number(mean.low)} to {number(mean.high)})"
 
 
 def summarise_evaluations(results: Sequence[Evaluated]) -> dict[str, Any]:
@@ -148,26 +133,3 @@ def _curves(results: Sequence[Evaluated], kind: str) -> Iterator[Curve]:
                     if mean.low is not None and mean.high is not None
                 ],
             )
-
-
-def is_result(role: str, text: str) -> bool:
-    """Return whether an event is a result that `NewResults` told of."""
-    return role == EVALUATOR and _RESULT in text
-
-
-class NewResults:
-    """Tells of each result once, as it appears.
-
-    Args:
-        run_dir: of the run; results that are there already are not told of.
-    """
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._told = set(evaluation_files(run_dir))
-
-    def lines(self) -> list[str]:
-        """Return a line for each new result."""
-        new = [path for path in evaluation_files(self._run_dir) if path not in self._told]
-        self._told.update(new)
-        return [f"{r.evaluation} of {result_line(r)}" for r in read_evaluations(new)]

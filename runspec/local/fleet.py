@@ -259,7 +259,12 @@ class Fleet:
         waited, rules = now - self.since, self.rules
         match self.phase:
             case Phase.STOPPING:
-                return self._kill() if waited >= rules.stop_s else self._stop_servers()
+                if waited >= rules.stop_s:
+                    return self._kill()
+                if self.servers_stopped or not rules.servers.issuperset(self.alive):
+                    return []
+                self.servers_stopped = True
+                return [Action("stop", name) for name in self.alive]
             case Phase.KILLING:
                 return []
             case Phase.DRAINING:
@@ -327,12 +332,6 @@ class Fleet:
             if role.state is State.BACKOFF:
                 role.state = self._at_rest()
         return [Action("stop", name) for name in self.alive if name not in self.rules.servers]
-
-    def _stop_servers(self) -> list[Action]:
-        if self.servers_stopped or not self.rules.servers.issuperset(self.alive):
-            return []
-        self.servers_stopped = True
-        return [Action("stop", name) for name in self.alive]
 
     def _kill(self) -> list[Action]:
         self.phase = Phase.KILLING

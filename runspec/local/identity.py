@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,16 +21,10 @@ from runspec.core.roles import (
     sign_roles,
 )
 from runspec.core.signed import BadSignature
+from runspec.core.spec import role_names
 from runspec.core.spec.islands import island_names
-from runspec.core.spec.role_names import (
-    elsewhere,
-    evaluator_names,
-    island_role,
-    shares_name,
-    validator_names,
-    worker_names,
-)
 from runspec.core.spec.schema import RunSpec
+from runspec.local.formatting import reported
 
 YEAR_S = 365 * 86400.0
 _SHORTEST_S = 86400.0
@@ -71,40 +66,54 @@ def make_identity(
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     pinned = spec.identity.root_public_key
     if pinned is not None:
-        problem = pinned_root_problem(run_dir, spec)
-        if problem is not None:
+        if (problem := pinned_root_problem(run_dir, spec)) is not None:
             raise problem
         identity = Identity(folder, pinned)
     else:
         root = _key(folder / "root.key")
         identity = Identity(folder, root.public_hex)
-        held = {
-            "publisher": [_key(identity.key("publisher")).public_hex],
-            "coordinator": [_key(identity.key("coordinator")).public_hex],
-            "validator": [_key(path).public_hex for path in _validator_keys(identity, spec)],
-        }
-        if names := evaluator_names(spec):
-            held["evaluator"] = [_key(identity.key(name)).public_hex for name in names]
-        islands = {
-            name: _key(identity.key(island_role(name))).public_hex for name in island_names(spec)
-        }
-        hours = spec.budget.max_hours
-        valid_s = YEAR_S if hours is None else max(_SHORTEST_S, hours * 3600.0)
-        if not _still_good(identity, spec, held, islands, now=now(), until=now() + valid_s / 2):
-            signed = sign_roles(spec.name, held, root, valid_s=valid_s, now=now(), islands=islands)
-            write_atomic(identity.roles_file, signed)
-    _write_own_workers(identity, spec)
-    return identity
-
-
-def _write_own_workers(identity: Identity, spec: RunSpec) -> None:
-    known, away = read_own_workers(identity.folder), elsewhere(spec)
+        _sign_roles(identity, spec, root, now())
+    known, away = read_own_workers(folder), role_names.elsewhere(spec)
     own = dict(known)
-    for name in worker_names(spec):
+    for name in role_names.worker_names(spec):
         if name not in away or name not in known:
             own[name] = _key(identity.key(name)).public_hex
     if own != known:
-        write_atomic(identity.folder / OWN_WORKERS_FILE, canonical_json(own))
+        write_atomic(folder / OWN_WORKERS_FILE, canonical_json(own))
+    return identity
+
+
+def _sign_roles(identity: Identity, spec: RunSpec, root: SigningKey, now: float) -> None:
+    """Makes the keys of a run with a throw-away root, and signs roles.json where need be."""
+
+    def keys(names: Iterable[str]) -> list[str]:
+        return [_key(identity.key(name)).public_hex for name in names]
+
+    held = {office: keys(names) for office, names in _offices(spec).items()}
+    # The verdicts of all validators that the run ever had outlive them.
+    had = sorted(path.stem for path in identity.folder.glob("validator-*.key"))
+    ours = [name for name in had if name.removeprefix("validator-").isdecimal()]
+    held["validator"] = [*dict.fromkeys([*held["validator"], *keys(ours)])]
+    names = island_names(spec)
+    islands = dict(zip(names, keys(map(role_names.island_role, names)), strict=True))
+    hours = spec.budget.max_hours
+    valid_s = YEAR_S if hours is None else max(_SHORTEST_S, hours * 3600.0)
+    with suppress(OSError, UserError, BadSignature):
+        roles = _read_roles(identity.folder, identity.root_public_key, spec, now)
+        same = all(frozenset(public) == getattr(roles, name) for name, public in held.items())
+        if same and roles.islands == islands and roles.expires >= now + valid_s / 2:
+            return
+    signed = sign_roles(spec.name, held, root, valid_s=valid_s, now=now, islands=islands)
+    write_atomic(identity.roles_file, signed)
+
+
+def _offices(spec: RunSpec) -> dict[str, list[str]]:
+    """Return the processes whose keys roles.json names, by office."""
+    found = {name: [name] for name in ("publisher", "coordinator")}
+    found["validator"] = list(role_names.validator_names(spec))
+    if evaluators := role_names.evaluator_names(spec):
+        found["evaluator"] = list(evaluators)
+    return found
 
 
 def pinned_root_problem(run_dir: Path, spec: RunSpec) -> UserError | None:
@@ -122,16 +131,16 @@ def pinned_root_problem(run_dir: Path, spec: RunSpec) -> UserError | None:
             remedy=f"make the folder {folder}, and put roles.json and the keys that it names "
             "there; or leave the root out, and `runspec prepare` makes and pins one",
         )
-    wanted = {"publisher": roles.publisher, "coordinator": roles.coordinator}
-    away = elsewhere(spec)
-    here = [name for name in validator_names(spec) if name not in away]
-    wanted |= dict.fromkeys(here, roles.validator)
-    wanted |= {name: roles.evaluator for name in evaluator_names(spec) if name not in away}
-    wanted |= {
-        island_role(name): frozenset({roles.islands.get(name, "")})
-        for name in island_names(spec)
-        if shares_name(name) not in away
+    away, offices = role_names.elsewhere(spec), _offices(spec).items()
+    wanted = {
+        name: getattr(roles, office)
+        for office, names in offices
+        for name in names
+        if name not in away
     }
+    for name in island_names(spec):
+        if role_names.shares_name(name) not in away:
+            wanted[role_names.island_role(name)] = frozenset({roles.islands.get(name, "")})
     for role, allowed in wanted.items():
         try:
             key = SigningKey.load(folder / f"{role}.key")
@@ -162,44 +171,14 @@ def load_roles(run_dir: Path, spec: RunSpec) -> Roles:
     Raises:
         UserError: it is missing, or its root did not sign it.
     """
-    folder = run_dir / "keys"
-    try:
+    folder, remedy = run_dir / "keys", "start the run with `runspec apply`"
+    with reported("cannot be believed", folder / "roles.json", remedy, OSError, BadSignature):
         return _read_roles(folder, root_public_key(run_dir, spec), spec)
-    except (OSError, BadSignature) as error:
-        raise UserError(
-            f"cannot be believed: {error}",
-            place=str(folder / "roles.json"),
-            remedy="start the run with `runspec apply`",
-        ) from error
 
 
 def _read_roles(folder: Path, root: str, spec: RunSpec, now: float | None = None) -> Roles:
     data = read_bounded(folder / "roles.json", MAX_BYTES)
     return open_roles(data, root_public_key=root, run=spec.name, now=now)
-
-
-def _still_good(
-    identity: Identity,
-    spec: RunSpec,
-    held: dict[str, list[str]],
-    islands: dict[str, str],
-    *,
-    now: float,
-    until: float,
-) -> bool:
-    try:
-        roles = _read_roles(identity.folder, identity.root_public_key, spec, now)
-    except (OSError, UserError, BadSignature):
-        return False
-    same = all(frozenset(keys) == getattr(roles, name) for name, keys in held.items())
-    return same and roles.islands == islands and roles.expires >= until
-
-
-def _validator_keys(identity: Identity, spec: RunSpec) -> list[Path]:
-    """Return the keys of all validators that the run ever had: their verdicts outlive them."""
-    had = (path.stem for path in identity.folder.glob("validator-*.key"))
-    ours = (name for name in had if name.removeprefix("validator-").isdecimal())
-    return [identity.key(name) for name in dict.fromkeys([*validator_names(spec), *sorted(ours)])]
 
 
 def _key(path: Path) -> SigningKey:

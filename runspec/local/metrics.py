@@ -14,7 +14,7 @@ from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.files import read_bounded
 from runspec.core.run_files import METRICS_FILE
 from runspec.core.spec.role_names import shares_name
-from runspec.local.islands import summarise_islands
+from runspec.local.formatting import summarise_islands
 
 MAX_LINE_BYTES = 1024 * 1024
 ENDS = 10
@@ -92,11 +92,14 @@ def time_left_s(rows: Sequence[Row], steps: int) -> float | None:
         rows: metrics.jsonl, a row a step, in order.
         steps: of the run.
     """
-    times = [row["time"] for row in rows[-_NEWEST - 1 :] if isinstance(row.get("time"), float)]
-    if len(times) < 3:
-        return None
-    gaps = [later - earlier for earlier, later in pairwise(times)]
-    return max(0, steps - int(rows[-1]["step"]) - 1) * median(gaps)
+    gaps = step_gaps(rows, _NEWEST)
+    return max(0, steps - int(rows[-1]["step"]) - 1) * median(gaps) if len(gaps) > 1 else None
+
+
+def step_gaps(rows: Sequence[Row], newest: int) -> list[float]:
+    """Return the seconds between each of the newest steps and the one before, as far as known."""
+    times = [row["time"] for row in rows[-newest - 1 :] if isinstance(row.get("time"), float)]
+    return [later - earlier for earlier, later in pairwise(times)]
 
 
 def end_figures(summary: Mapping[str, Any]) -> list[tuple[str, float | None, float | None]]:
@@ -229,27 +232,25 @@ def largest(rows: Sequence[Row], key: str) -> float | None:
     return max((row[key] for row in rows if row.get(key) is not None), default=None)
 
 
-def weights_bytes_sent(run_dir: Path) -> int:
-    """Bytes of weights that origin and relays served, from their served.json."""
-    return _bytes_sent(run_dir, shares=False)
-
-
-def shares_bytes_sent(run_dir: Path) -> int:
-    """Bytes that the servers of islands' shares served, from their served.json."""
-    return _bytes_sent(run_dir, shares=True)
-
-
-def _bytes_sent(run_dir: Path, *, shares: bool) -> int:
-    sent = 0
-    for path in sorted((run_dir / "store").glob("*/served.json")):
-        if path.parent.name.startswith(shares_name("")) != shares:
-            continue
-        try:
-            served = parse_object(read_bounded(path, 4096), max_bytes=4096).get("bytes")
-        except MalformedJson:
-            continue
-        sent += served if isinstance(served, int) else 0
+def bytes_sent(run_dir: Path) -> dict[str, int]:
+    """Return `weights_bytes_sent`, bytes that origin and relays served, and `shares_bytes_sent`,
+    those that the servers of islands' shares served."""
+    sent = {"weights_bytes_sent": 0, "shares_bytes_sent": 0}
+    for store in (run_dir / "store").glob("*"):
+        is_shares = store.name.startswith(shares_name(""))
+        key = "shares_bytes_sent" if is_shares else "weights_bytes_sent"
+        sent[key] += served_bytes(store) or 0
     return sent
+
+
+def served_bytes(store: Path) -> int | None:
+    """Return the bytes that a server served of its store; None where they are not known."""
+    try:
+        served = parse_object(read_bounded(store / "served.json", 4096), max_bytes=4096)
+    except (OSError, MalformedJson):
+        return None
+    sent = served.get("bytes")
+    return sent if isinstance(sent, int) else None
 
 
 def objects(lines: bytes) -> list[dict[str, Any]]:

@@ -1,20 +1,35 @@
-"""Model folders of a run: the starting model, linked into it, and the model that it trained."""
+"""Folders of a run's models and training states: the starting model, the trained one, full states,
+and the export of a version with a model card.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bridge.model_files import TOKENIZER_NAMES
-from broadcast.layout import stored_versions
+from broadcast.layout import manifest_name, stored_versions
+from broadcast.manifest import FILE_NAME, MAX_BYTES, WeightsManifest, open_manifest
+from broadcast.store import TENSORS_NAME
+from runspec.core import run_files
+from runspec.core.canonical import MalformedJson
 from runspec.core.errors import UserError
-from runspec.core.files import new_directory
+from runspec.core.files import new_directory, read_bounded
+from runspec.core.hashing import digest_bytes
 from runspec.core.models.family import load_config
-from runspec.core.run_files import versions_in, weights_folder
+from runspec.core.object_store import Folder
+from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.tokenizer_files import TokenizerFiles
+from runspec.local.evaluations import result_line, results_of
+from runspec.local.formatting import reported
+from runspec.local.identity import load_roles, root_public_key
+from runspec.local.metrics import read_rows
+from verify.formats.evaluation import Evaluated
 
 
 def link_model(initial: Path, model: Path, tokenizer: Path | None) -> None:
@@ -76,10 +91,12 @@ def trained_model(run_dir: Path, spec: RunSpec) -> list[str]:
     tokenizer, it is to be given token ids.
     """
     published = stored_versions(run_dir / "store" / "origin", spec.name)
-    version = max({*published} & {*versions_in(weights_folder(run_dir))}, default=0)
+    version = max(
+        {*published} & {*run_files.versions_in(run_files.weights_folder(run_dir))}, default=0
+    )
     if version == 0:
         return []
-    folder = weights_folder(run_dir) / f"v{version}"
+    folder = run_files.weights_folder(run_dir) / f"v{version}"
     which = "the last" if version == spec.steps else f"the newest published of {spec.steps}"
     place = json.dumps(str(folder))
     by_ids = ", skip_tokenizer_init=True" if spec.model.hf is None else ""
@@ -108,3 +125,225 @@ def _lacking(folder: Path) -> Iterator[str]:
         yield "it has no tokenizer.json"
     elif not tokenizer.has_template:
         yield "it has no chat template, as the model that it started from"
+
+
+@dataclass(frozen=True)
+class FullState:
+    """checkpoints/state/step_<N>: the training state after N steps."""
+
+    step: int
+    path: Folder
+
+    @property
+    def bytes(self) -> int | None:
+        """Bytes of all its files; None in an object store."""
+        return folder_bytes(self.path) if isinstance(self.path, Path) else None
+
+    def is_committed(self) -> bool:
+        """Return whether it holds the version of its number.
+
+        It does not where an island wrote it before the step's record came. An unreadable one counts
+        as committed: `require_whole` says what is wrong.
+        """
+        try:
+            beside = run_files.record_of(self.path).get("beside")
+        except (OSError, MalformedJson):
+            return True
+        return not (isinstance(beside, Mapping) and run_files.SENT_NAME in beside)
+
+    def require_whole(self) -> None:
+        """Compares every file with the digests in state.json, as the learner will.
+
+        Raises:
+            UserError: one is missing or damaged.
+        """
+        place = str(self.path)
+        with reported("unreadable full state", place, "", OSError, MalformedJson):
+            files: Any = run_files.record_of(self.path).get("files")
+        if not isinstance(files, Mapping):
+            raise UserError("unreadable full state: no list of files", place=place)
+        if (name := run_files.damaged_file(self.path, files)) is not None:
+            raise UserError(f"{name} is missing or not what was written", place=place)
+
+
+def full_states(run_dir: Path, spec: RunSpec) -> list[FullState]:
+    """Return the full states in the folder, in order."""
+    folder = run_files.state_folder(run_dir, spec)
+    return [
+        FullState(step, folder / f"step_{step}") for step in run_files.numbered(folder, "step_")
+    ]
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below a folder; links are not followed, and count nothing."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            if path.is_file() and not path.is_symlink():
+                total += path.stat().st_size
+        except FileNotFoundError:  # removed meanwhile
+            continue
+    return total
+
+
+def export_version(run_dir: Path, spec: RunSpec, version: int | None, out: Path) -> int:
+    """Export a version, checked against its signed manifest.
+
+    Args:
+        run_dir: of the run.
+        spec: its resolved spec.
+        version: None takes the newest that is here.
+        out: must not exist; it appears whole or not at all.
+
+    Returns:
+        The version.
+
+    Raises:
+        UserError: the version is not here or damaged, or `out` exists or cannot be written.
+    """
+    from bridge.published import CARD_NAME, ROLES_NAME, require_published  # draws numpy
+
+    found = published_version(run_dir, spec, version)
+    known = results_of(run_dir, read_rows(run_dir))
+    results = [each for each in known if each.version == found.manifest.version]
+    try:
+        with new_directory(out) as new:
+            for path in found.folder.iterdir():
+                if path.is_file() and path.name != TENSORS_NAME:
+                    shutil.copyfile(path, new / path.name)
+            require_published(new, found.manifest)
+            (new / FILE_NAME).write_bytes(found.signed)
+            shutil.copyfile(run_dir / "keys" / "roles.json", new / ROLES_NAME)
+            root = root_public_key(run_dir, spec)
+            card = model_card(spec, found.manifest, digest_bytes(found.signed), root, results)
+            (new / CARD_NAME).write_text(card, encoding="utf-8")
+    except OSError as error:
+        taken = isinstance(error, FileExistsError)
+        raise UserError(
+            "exists already" if taken else f"cannot be written: {error.strerror}",
+            place=str(out),
+            remedy="name a new folder" if taken else "free disk space or mend the permissions",
+        ) from error
+    return found.manifest.version
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published version whose weights are in the run directory."""
+
+    folder: Path
+    """Its Hugging Face directory, whose files were not compared with the manifest yet."""
+    manifest: WeightsManifest
+    signed: bytes
+    """The manifest as it was signed."""
+
+
+def published_version(run_dir: Path, spec: RunSpec, version: int | None) -> Published:
+    """Return a version of a run, and the manifest that its publisher signed.
+
+    Args:
+        run_dir: of the run.
+        spec: its resolved spec.
+        version: None takes the newest that is here.
+
+    Raises:
+        UserError: the version is not here, or its manifest cannot be believed.
+    """
+    here = run_files.versions_in(run_files.weights_folder(run_dir))
+    if not here or (version is not None and version not in here):
+        wanted = "a version" if version is None else f"version {version}"
+        raise UserError(
+            f"{wanted} is not here; there are: {', '.join(map(str, here)) or 'none'}",
+            place=str(run_files.weights_folder(run_dir)),
+            remedy="broadcast.keep_versions says how many stay",
+        )
+    version = here[-1] if version is None else version
+    stored = run_dir / "store" / "origin" / manifest_name(spec.name, version)
+    roles = load_roles(run_dir, spec)
+    thing = f"version {version} cannot be believed"
+    with reported(thing, stored, "name another version", OSError, BadSignature):
+        data = read_bounded(stored, MAX_BYTES)
+        manifest = open_manifest(data, run=spec.name, publishers=roles.publisher)
+    return Published(run_files.weights_folder(run_dir) / f"v{version}", manifest, data)
+
+
+def model_card(
+    spec: RunSpec,
+    manifest: WeightsManifest,
+    manifest_digest: str,
+    root: str,
+    results: Sequence[Evaluated],
+) -> str:
+    """Return the model card: Markdown with the metadata of the Hugging Face hub in front.
+
+    Args:
+        spec: of the run.
+        manifest: of the version.
+        manifest_digest: BLAKE3 of the signed manifest.
+        root: the run's root public key.
+        results: evaluations of the version.
+    """
+    meta: dict[str, Any] = {"tags": ["runspec", spec.algorithm.kind]}
+    if spec.model.hf is not None:
+        meta["base_model"] = spec.model.hf
+    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in meta.items()), "---", ""]
+    lines += [f"# {spec.name}, version {manifest.version} of {spec.steps}", ""]
+    lines += _section("Recipe", _recipe(spec))
+    lines += _section("Data", _data(spec))
+    found = {result.evaluation: result_line(result) for result in results}
+    lines += _section("Evaluations", found or {"none": "of this version"})
+    lines += _section(
+        "Digests",
+        {
+            "model": f"`{manifest.model_digest}`, BLAKE3 of the tensors' digests",
+            "manifest": f"`{manifest_digest}`, BLAKE3 of `{FILE_NAME}`",
+            "root key": f"`{root}`",
+        },
+    )
+    check = f"python -m bridge check . --run {spec.name} --public-key {root}"
+    lines += ["## How to verify", "", "In this folder, with runspec installed:", ""]
+    lines += [f"    {check}", ""]
+    lines += [
+        "It checks that the root key signed `roles.json`, that a publisher named there signed",
+        f"`{FILE_NAME}`, and that every file has its digest. Compare the root key with the one",
+        "that the run's owner publishes elsewhere.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _section(title: str, pairs: Mapping[str, Any]) -> Iterator[str]:
+    yield f"## {title}"
+    yield ""
+    for name, text in pairs.items():
+        yield f"- {name}: {text}"
+    yield ""
+
+
+def _recipe(spec: RunSpec) -> dict[str, str]:
+    found: dict[str, str] = {"kind": spec.algorithm.kind}
+    if spec.model.hf is not None:
+        found["starting model"] = f"{spec.model.hf} at {spec.model.revision or 'no revision'}"
+    elif spec.model.shape is not None:
+        found["starting model"] = f"a new {spec.model.shape.model_type}"
+    algorithm = spec.algorithm.model_dump(mode="json", exclude_none=True)
+    for name, value in algorithm.items():
+        if name != "kind":
+            found[f"algorithm.{name}"] = f"`{json.dumps(value)}`"
+    optimizer = spec.optimizer.model_dump(mode="json", exclude_none=True)
+    found["optimizer"] = f"`{json.dumps(optimizer)}`"
+    for term in spec.reward:
+        found[f"reward {term.name}"] = f"`{json.dumps(term.model_dump(exclude_none=True))}`"
+    return found
+
+
+def _data(spec: RunSpec) -> dict[str, str]:
+    found = {}
+    for source in spec.data.sources:
+        shown = {"kind": source.kind, "dataset": source.dataset, "revision": source.revision}
+        if source.uri is not None:  # a folder of this machine is nobody else's business
+            shown["uri"] = Path(source.uri).name if Path(source.uri).is_absolute() else source.uri
+        if not source.train:
+            shown["use"] = "asked in evaluations only"
+        found[source.name] = ", ".join(f"{k} {v}" for k, v in shown.items() if v is not None)
+    return found

@@ -1,30 +1,42 @@
-"""Plans what applying a spec would do on this machine; writes nothing and takes no lock.
+"""Plans what applying a spec would do on this machine; takes no lock and writes nothing in the run.
 
 Some changes make another run. A run may become that other run before its first step: the learner
 writes version s + 1 before anything else of step s, so a run without a version after 0 has nothing
 to lose.
+
+The problems of a run are read, and its graders tried, by `python -m sampler check`; the documents
+of a run that samples nothing are opened by `python -m learner_jax check`. The plug-ins are imported
+there: runspec imports none.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Sequence
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from runspec.core.errors import UserError
-from runspec.core.process import EXIT_FINAL
+from runspec.core.files import read_bounded
+from runspec.core.process import EXIT_FINAL, SUPERVISOR
 from runspec.core.run_files import params_folder, versions_in, weights_folder
+from runspec.core.spec.resolved import FILE_NAME, dump_resolved, load_resolved, spec_digest
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
-from runspec.core.spec.resolved import load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
-from runspec.local.backend import AT_TRUNK, LOCAL
-from runspec.local.full_states import full_states
+from runspec.local.backend import AT_TRUNK, LOCAL, last_lines
+from runspec.local.machine import Machine, find_files, look, module_is_installed
 from runspec.local.metrics import read_rows
-from runspec.local.preflight import Missing, look, missing
+from runspec.local.model_folders import full_states
+from runspec.local.preflight import Missing, missing
 from runspec.local.run_dir import holder
 from runspec.local.state import RunState
+from runspec.local.supervisor import describe_exit
 from runspec.plan.changes import Change, difference, of_class
 from runspec.plan.saved import Seen
 
@@ -107,22 +119,17 @@ def refuse_stale(plan: RunPlan) -> None:
     """Raises StalePlan, saying what was changed since, where another state was approved."""
     if plan.approved is None or plan.approved == plan.seen:
         return
+    since = ""
+    if (plan.run_dir / SPEC_FILE).exists():
+        with closing(RunState(plan.run_dir)) as state:
+            rows = [row for row in state.applied() if row.serial > plan.approved.serial]
+        since = "".join(f"\n  serial {row.serial}: {line}" for row in rows for line in row.what)
+    saw, now = _words(plan.approved), _words(plan.seen)
     raise StalePlan(
-        f"the plan is stale: it saw {_words(plan.approved)}, now there is {_words(plan.seen)}"
-        + "".join(_since(plan.approved, plan.run_dir)),
+        f"the plan is stale: it saw {saw}, now there is {now}{since}",
         place=str(plan.run_dir),
         remedy="plan again, and look at the new plan",
     )
-
-
-def _since(seen: Seen, run_dir: Path) -> Iterator[str]:
-    """Return the changes applied after a state, a line each."""
-    if not (run_dir / SPEC_FILE).exists():
-        return
-    with closing(RunState(run_dir)) as state:
-        for row in state.applied():
-            if row.serial > seen.serial:
-                yield from (f"\n  serial {row.serial}: {line}" for line in row.what)
 
 
 def _words(seen: Seen) -> str:
@@ -159,3 +166,120 @@ def starts_anew(changes: Sequence[Change], run_dir: Path) -> bool:
             remedy=f"start another run with --set name=NAME, or `runspec delete {run_dir}` first",
         )
     return bool(refused)
+
+
+SILENCE_S = 300.0
+"""Longest time without a line in its log, in seconds: a plug-in may be slow to import, and rows are
+reported every five seconds."""
+SHOWN_AFTER_S = 3.0
+"""Seconds after which its progress is shown."""
+MODULES = ("sampler", "numpy", "tokenizers", "pyarrow")
+"""Packages that the check imports."""
+_INFORMS = " I check "
+"""Before what its log says at level INFO (`runspec.core.process.setup_logging`)."""
+_LOG, _REPORT = "log", "report.json"
+_POLL_S = 0.05
+_MAX_REPORT_BYTES = 1 << 20
+_LINES = 10
+
+
+@dataclass(frozen=True)
+class CheckedProblems:
+    """The result of a check."""
+
+    lacking: Sequence[Missing]
+    notes: Sequence[str]
+    """A line for each source: how many problems there are, and how many are left out."""
+
+
+def absent_modules(is_installed: Callable[[str], bool] = module_is_installed) -> list[str]:
+    """Packages that the check imports and this machine lacks."""
+    return [name for name in MODULES if not is_installed(name)]
+
+
+def with_problems(plan: RunPlan, machine: Machine, say: Callable[[str], None]) -> RunPlan:
+    """The plan, with what its problems and graders lack, for a run that is new or changed.
+
+    Not looked at where something else is lacking, or the packages that read problems; nor in a run
+    that is alive or goes on as it was: its problems were read when it was started.
+    """
+    as_it_was = plan.held_by is not None or not (plan.new or plan.changes)
+    if plan.lacking or as_it_was or absent_modules():
+        return plan
+    checked = check_problems(plan.spec, machine, say)
+    for note in checked.notes if not checked.lacking else ():
+        say(note)
+    return replace(plan, lacking=checked.lacking)
+
+
+def check_problems(
+    spec: RunSpec, machine: Machine, say: Callable[[str], None], *, silence_s: float = SILENCE_S
+) -> CheckedProblems:
+    """Reads every row of a run's sources and tries its graders, in a process of its own.
+
+    Of documents it reads the first of each file; nothing grades them.
+
+    Args:
+        spec: with whole paths (`runspec.cli.spec_files.located`).
+        machine: this one.
+        say: called with a line of progress, once the check takes more than a few seconds.
+        silence_s: longest time without a line in the log of the process, which is then ended.
+
+    Returns:
+        What the run lacks; where the process died or hung, that, with the last lines of its log.
+    """
+    found = find_files(spec.model, machine.env)
+    tokenizer = found.model if spec.model.tokenizer is None else found.tokenizer
+    with TemporaryDirectory(prefix="runspec-check-") as name:
+        folder = Path(name)
+        (folder / FILE_NAME).write_bytes(dump_resolved(spec))
+        graded = spec.supervised is None
+        role = "sampler" if graded else "learner_jax"
+        command = machine.module(role, "check", str(folder))
+        if graded and tokenizer is not None:
+            command += ("--model", str(tokenizer))
+        what = "problems" if graded else "documents"
+        end = _run(command, folder, lambda line: say(f"reading the {what}: {line}"), silence_s)
+        if end:
+            lines = "".join(f"\n  | {line}" for line in last_lines(folder / _LOG, _LINES))
+            thing = f"`python -m {role} check` {end}; its last lines:{lines}"
+            cause = "plug-in" if graded else "file"
+            died = Missing("data.sources", thing, f"mend the {cause} that they name")
+            return CheckedProblems([died], [])
+        told = json.loads(read_bounded(folder / _REPORT, _MAX_REPORT_BYTES))
+        lacking = [Missing(each["place"], each["thing"], each["remedy"]) for each in told["faults"]]
+        return CheckedProblems(lacking, told["notes"])
+
+
+def _run(command: Sequence[str], folder: Path, say: Callable[[str], None], silence_s: float) -> str:
+    """Runs the process, its report and its log in `folder`; says how it failed, or nothing."""
+    log = folder / _LOG
+    with (folder / _REPORT).open("wb") as report, log.open("wb") as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=report,
+            stderr=errors,
+            env={**os.environ, SUPERVISOR: str(os.getpid()), "RUNSPEC_LOG_LEVEL": "INFO"},
+            start_new_session=True,
+        )
+    started = heard = time.monotonic()
+    said, size = "", 0
+    try:
+        while process.poll() is None:
+            time.sleep(_POLL_S)
+            now = time.monotonic()
+            if log.stat().st_size != size:
+                size, heard = log.stat().st_size, now
+            if now - heard > silence_s:
+                return f"said nothing for {silence_s:.0f} s"
+            told = [line.partition(_INFORMS)[2] for line in last_lines(log, _LINES)]
+            line = next((text for text in reversed(told) if text), "")
+            if now - started > SHOWN_AFTER_S and line not in ("", said):
+                said = line
+                say(line)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return describe_exit(process.returncode) if process.returncode else ""

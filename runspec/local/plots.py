@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -124,18 +124,16 @@ def figures(rows: Sequence[Row]) -> dict[str, list[Figure]]:
     for title, section in tomllib.loads(plots).items():
         if title == SUPERVISED and not any(map(is_supervised, rows)):
             continue
-        drawn = [_figure(plot, rows) for plot in section]
+        drawn = []
+        for plot in section:
+            labels = plot["curves"]
+            curves = [curve for key, label in labels.items() for curve in _curves(rows, key, label)]
+            levels = [int(curve.label) for curve in curves] if "by_target" in labels else []
+            more: dict[str, Any] = plot.get("axis", {})
+            drawn.append(Figure(plot["title"], plot["caption"], curves, levels=levels, **more))
         if known := [figure for figure in drawn if any(curve.points for curve in figure.curves)]:
             found[title] = known
     return found
-
-
-def _figure(plot: Mapping[str, Any], rows: Sequence[Row]) -> Figure:
-    """The figure of an entry of plots.toml."""
-    labels = plot["curves"]
-    curves = [curve for key, label in labels.items() for curve in _curves(rows, key, label)]
-    levels = [int(curve.label) for curve in curves] if "by_target" in labels else []
-    return Figure(plot["title"], plot["caption"], curves, levels=levels, **plot.get("axis", {}))
 
 
 def _curves(rows: Sequence[Row], key: str, label: str) -> list[Curve]:
@@ -143,8 +141,15 @@ def _curves(rows: Sequence[Row], key: str, label: str) -> list[Curve]:
     found = ((row["step"], _value(row, key)) for row in rows)
     known = [(step, value) for step, value in found if value is not None]
     parts = {part for _, value in known if isinstance(value, dict) for part in value}
-    if key == "by_target":
-        return [Curve(target, _lengths(known, target)) for target in sorted(parts, key=int)]
+    if key == "by_target":  # of the steps that had answers for the target
+        lengths = {
+            target: [(step, (seen.get(target) or {}).get("length_mean")) for step, seen in known]
+            for target in sorted(parts, key=int)
+        }
+        return [
+            Curve(target, [(step, mean) for step, mean in means if mean is not None])
+            for target, means in lengths.items()
+        ]
     if key == "waits":
         return [
             Curve(f"for the {role}", [(step, waits.get(role) or 0.0) for step, waits in known])
@@ -158,9 +163,3 @@ def _value(row: Row, key: str) -> Any:
     outer, _, inner = key.partition(".")
     value = (row.get(outer) or {}).get(inner) if inner else row.get(key)
     return len(value) if isinstance(value, list) else value
-
-
-def _lengths(known: Sequence[tuple[int, Mapping]], target: str) -> list[tuple[float, float]]:
-    """Mean length by step, of the steps that had answers for the target."""
-    means = ((step, (seen.get(target) or {}).get("length_mean")) for step, seen in known)
-    return [(step, mean) for step, mean in means if mean is not None]

@@ -15,39 +15,72 @@ from runspec.core.files import expand_user
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import load_config
 from runspec.core.models.hardware import device_count
+from runspec.core.models.parameters import WIDTH, trained_count, trained_parameters
 from runspec.core.models.spec_model import model_config
 from runspec.core.run_files import checkpoints_folder, numbered, state_folder, versions_in
+from runspec.core.spec import role_names
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.islands import island_names, island_spec
-from runspec.core.spec.plugins import PREFILL_GROUP, installed_kinds, missing_plugins
+from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.role_names import (
-    EVALUATOR,
-    elsewhere,
-    island_processes,
-    island_role,
-    placeable,
-)
-from runspec.core.spec.schema import Hardware, RunSpec
+from runspec.core.spec.schema import Hardware, Mesh, RunSpec
 from runspec.core.spec.source_files import source_files
+from runspec.estimate.broadcast import version_size
+from runspec.estimate.learner import moment_elements
 from runspec.lint.rules.samplers import unsupported_heads
 from runspec.local.backend import LOCAL
-from runspec.local.disk import disk_bytes, states_bytes
 from runspec.local.identity import pinned_root_problem
-from runspec.local.machine import (
-    Machine,
-    ModelFiles,
-    devices_here,
-    find_files,
-    free_bytes,
-    gpu_names,
-    module_is_installed,
-    this_machine,
-    tpu_chips,
-)
+from runspec.local.machine import Facts, ModelFiles, devices_here, find_files
 from runspec.local.model_folders import require_fitting
 from runspec.lock.cache import TOKENIZER, WEIGHTS, require_files
+
+_ROOM_BYTES = 2**30 // 2
+"""For logs, rollouts and the environment's own files."""
+
+
+def disk_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
+    """About how much disk a run fills, in bytes.
+
+    Weights as directories, `keep_versions` + 1 of them, with their deltas where the run sends such;
+    as many bytes of whole versions at the origin and at each relay. Where they hold deltas, that is
+    those of `keep_versions` and of the way back to the newest anchor, and the anchors on it. What
+    readers have: a sampler the current version and the newest, a validator `async_level` + 2, and
+    each one more that is on its way. Full states (masters and moments of what is trained, 12 P with
+    adamw in float32, P parameters), `checkpoints.keep` + 1 of them; and room for logs and rollouts.
+    Room alone where the model's shape is not known. Left out: versions that are kept longer because
+    somebody reads them, and the packed rows of documents, which lie in the learner's cache.
+    """
+    if config is None:
+        return _ROOM_BYTES
+    size, versions = version_size(spec, config), spec.broadcast.keep_versions + 1
+    directories, store = versions * size.whole, float(versions * size.whole)
+    if size.follower < size.whole:
+        every = spec.broadcast.anchor_every
+        directories += round(versions * size.delta)
+        anchors = min(versions, spec.broadcast.keep_versions // every + 2)
+        store = anchors * size.whole + (spec.broadcast.keep_versions + every) * size.delta
+    away = role_names.elsewhere(spec)
+    stores = round(store) * (1 + len(set(role_names.relay_names(spec)) - away))
+    samplers = len(set(role_names.worker_names(spec)) - away)
+    validators = len(set(role_names.validator_names(spec)) - away)
+    read = 3 * samplers * size.whole
+    if spec.supervised is None:
+        read += (spec.grpo.async_level + 3) * validators * size.whole
+    return directories + stores + read + states_bytes(spec, config) + _ROOM_BYTES
+
+
+def states_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
+    """About how much of it the full states are; 0 where the model's shape is not known."""
+    if config is None:
+        return 0
+    learner = spec.learner
+    trained = trained_parameters(config, learner.lora)
+    moments = moment_elements(spec.optimizer.kind, trained, Mesh())
+    masters = trained_count(config, learner.lora)
+    state = WIDTH[learner.master_dtype] * masters + WIDTH["float32"] * moments
+    return state * (spec.checkpoints.keep + 1)
+
 
 GIB = 2**30
 _PREPARE = "see `runspec prepare` and docs/site.md"
@@ -74,31 +107,6 @@ class Missing:
     remedy: str = ""
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Facts of this machine."""
-
-    machine: Machine
-    gpus: Sequence[str]
-    tpus: int
-    free_bytes: Callable[[Path], int]
-    """Where a folder lies or will lie."""
-    has_module: Callable[[str], bool]
-    prefill_engines: Sequence[str]
-
-
-def look() -> Facts:
-    """Looks at this machine."""
-    return Facts(
-        machine=this_machine(),
-        gpus=gpu_names(),
-        tpus=tpu_chips(),
-        free_bytes=free_bytes,
-        has_module=module_is_installed,
-        prefill_engines=installed_kinds(PREFILL_GROUP),
-    )
-
-
 def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
     """Return what the run lacks here, the most important first; empty when it can start."""
     found = find_files(spec.model, facts.machine.env)
@@ -112,13 +120,9 @@ def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
         *_model(spec, found),
         *_heads(spec, config),
         *_tokenizer(spec, found),
-        *(Missing(each.path, str(each), each.remedy) for each in missing_plugins(spec)),
-        *_data(spec),
-        *_secrets(spec, facts),
-        *_identity(spec, run_dir),
+        *_inputs(spec, run_dir, facts),
         *_servers(spec),
         *_modules(spec, facts),
-        *_monitors(spec, facts),
         *_checkpoints(spec, run_dir),
         *_disk(spec, run_dir, config, facts.free_bytes),
     ]
@@ -133,8 +137,8 @@ def _hardware(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
     learner, here = spec.learner, _groups_here(spec)
     parts = learner.hosts if learner.hosts > 1 and "learners" not in here else 1
     asked = [("learner.hardware", learner.hardware, Fraction(1, parts), learner.mesh.slices)]
-    for name in island_processes(spec):
-        if island_role(name) in here:
+    for name in role_names.island_processes(spec):
+        if role_names.island_role(name) in here:
             own, path = island_spec(spec, name).learner, f"learner.islands.members.{name}.hardware"
             asked.append((path, own.hardware, Fraction(1), own.mesh.slices))
     asked += [
@@ -142,7 +146,7 @@ def _hardware(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
         for pool in spec.samplers
         if pool.name in here
     ]
-    if EVALUATOR in here:
+    if role_names.EVALUATOR in here:
         path = f"samplers.{evaluator_pool(spec).name}.hardware"
         path = "evaluator.hardware" if spec.evaluator.hardware else path
         asked.append((path, evaluator_pool(spec).hardware, Fraction(1), 1))
@@ -211,7 +215,7 @@ def _validators(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
 
 
 def _devices(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
-    here, away = max(len(facts.gpus), facts.tpus), elsewhere(spec)
+    here, away = max(len(facts.gpus), facts.tpus), role_names.elsewhere(spec)
     for role, numbers in spec.placement.devices.items():
         beyond = [number for number in numbers if number >= here]
         if beyond and role not in away:
@@ -230,7 +234,7 @@ def _groups_here(spec: RunSpec) -> Container[str]:
     """Return the parts of `placement.roles` that start here."""
     if spec.placement.backend != LOCAL:
         return ()  # it finds machines for them
-    return placeable(spec) if spec.placement.roles is None else spec.placement.roles
+    return role_names.placeable(spec) if spec.placement.roles is None else spec.placement.roles
 
 
 def _model(spec: RunSpec, found: ModelFiles) -> Iterator[Missing]:
@@ -284,32 +288,29 @@ def _tokenizer(spec: RunSpec, found: ModelFiles) -> Iterator[Missing]:
             yield Missing("model.tokenizer", f"{error.place}: {error.thing}", error.remedy)
 
 
-def _data(spec: RunSpec) -> Iterator[Missing]:
-    """Files of the sources: the coordinator and the validators, which read problems, are here, and
-    so is the learner, which reads documents."""
+def _inputs(spec: RunSpec, run_dir: Path, facts: Facts) -> Iterator[Missing]:
+    """Plug-ins, files of the sources, secrets, and the files of a pinned root.
+
+    The coordinator and the validators, which read problems, are here, and so is the learner, which
+    reads documents.
+    """
+    for plugin in missing_plugins(spec):
+        yield Missing(plugin.path, str(plugin), plugin.remedy)
     for source in spec.data.sources:
         try:
             source_files(source)
         except UserError as error:
             yield Missing(error.place, error.thing, error.remedy)
-
-
-def _secrets(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
     for secret in spec.secrets:
-        if not facts.machine.env.get(secret.source.env):
-            yield Missing(
-                f"secrets.{secret.name}", f"the environment variable {secret.source.env} is not set"
-            )
-
-
-def _identity(spec: RunSpec, run_dir: Path) -> Iterator[Missing]:
-    problem = pinned_root_problem(run_dir, spec)
-    if problem is not None:
+        name = secret.source.env
+        if not facts.machine.env.get(name):
+            yield Missing(f"secrets.{secret.name}", f"the environment variable {name} is not set")
+    if (problem := pinned_root_problem(run_dir, spec)) is not None:
         yield Missing(problem.place, problem.thing, problem.remedy)
 
 
 def _servers(spec: RunSpec) -> Iterator[Missing]:
-    here, away = {*_THIS_HOST, spec.placement.host}, elsewhere(spec)
+    here, away = {*_THIS_HOST, spec.placement.host}, role_names.elsewhere(spec)
     urls = {"broadcast.origin.url": spec.broadcast.origin.url}
     for relay in spec.broadcast.relays:
         path = f"broadcast.relays.{relay.name}.url"
@@ -336,8 +337,6 @@ def _modules(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
                 _install(facts),
             )
 
-
-def _monitors(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
     for each in spec.monitors:
         path = f"monitors.{each.name}"
         if each.kind in MONITOR_EXTRAS and not facts.has_module(each.kind):

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from runspec.core.errors import UserError
-from runspec.core.files import require_writable
+from runspec.core.files import require_writable, write_atomic
 from runspec.core.run_files import FOLDERS, initial_model, state_folder, warm_start_cache
+from runspec.core.spec import role_names
 from runspec.core.spec.schema import RunSpec
-from runspec.local.children import end_leftovers
+from runspec.local.backend import LOCAL, end_leftovers
 from runspec.local.endpoints import (
     Endpoints,
     load_endpoints,
+    named,
     plan_endpoints,
     port_is_free,
     save_endpoints,
@@ -28,8 +33,7 @@ from runspec.local.processes import PreparedRun, roles_here
 from runspec.local.rollback import complete_rollback, start_anew
 from runspec.local.run_dir import hold, write_spec
 from runspec.local.state import RunState
-from runspec.local.supervisor_requests import record_applied
-from runspec.local.targets import write_targets
+from runspec.local.supervisor import record_applied
 
 
 class NotReady(UserError):
@@ -129,3 +133,52 @@ def link_starting_model(spec: RunSpec, run_dir: Path, machine: Machine) -> None:
         return
     assert found.model is not None, "the preflight sees to it"
     link_model(initial, found.model, found.tokenizer)
+
+
+FILE_NAME = "targets.json"
+
+
+def write_targets(
+    folder: Path, spec: RunSpec, endpoints: Endpoints, names: Collection[str] | None = None
+) -> None:
+    """Write the file.
+
+    Args:
+        folder: of the run, or of a role that runs by itself.
+        spec: of the run.
+        endpoints: where its processes listen.
+        names: processes of this machine; None: those of a run that this machine supervises.
+    """
+    if names is None:
+        names = set(role_names.role_names(spec)) - role_names.elsewhere(spec)
+        if spec.placement.backend != LOCAL:  # the nodes of the others are not known
+            names = {*role_names.trunk_names(spec), *role_names.server_names(spec)}
+    targets = list(_targets(spec, endpoints, names))
+    write_atomic(folder / FILE_NAME, (json.dumps(targets, indent=1) + "\n").encode())
+
+
+def _targets(
+    spec: RunSpec, endpoints: Endpoints, names: Collection[str]
+) -> Iterator[dict[str, Any]]:
+    roles, pools = role_names.measured_roles(spec), role_names.worker_names(spec)
+    for name, url in endpoints.all().items():
+        if name in names and name not in role_names.rendezvous_names(spec):
+            yield _target(spec, name, name.partition("-")[0], url)
+    for relay, url in endpoints.elsewhere.items():
+        yield _target(spec, f"relay-{relay}", "relay", url)
+    for name, url in endpoints.metrics.items():
+        if name in names:
+            pool = {"pool": pools[name]} if name in pools else {}
+            yield _target(spec, name, roles[name], url, pool)
+
+
+def _target(
+    spec: RunSpec, name: str, role: str, url: str, more: dict[str, str] | None = None
+) -> dict[str, Any]:
+    parts = urlsplit(named(url))
+    labels = {"run": spec.name, "role": role, "process": name, **(more or {})}
+    if parts.scheme == "https":
+        labels["__scheme__"] = "https"
+    if parts.path.rstrip("/"):
+        labels["__metrics_path__"] = f"{parts.path.rstrip('/')}/metrics"
+    return {"targets": [parts.netloc], "labels": labels}

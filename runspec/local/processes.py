@@ -3,42 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
 from runspec.core.run_files import island_folder
+from runspec.core.spec import role_names
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.islands import island_names, island_spec
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.role_names import (
-    DRAWN,
-    WARM_START,
-    elsewhere,
-    evaluator_names,
-    island_processes,
-    island_role,
-    learner_names,
-    monitor_names,
-    role_names,
-    shares_name,
-    validator_names,
-    worker_names,
-)
 from runspec.core.spec.schema import Learner, RunSpec, SamplerPool
-from runspec.local.cores import (
+from runspec.local.endpoints import Endpoints, address, load_endpoints
+from runspec.local.identity import Identity, make_identity
+from runspec.local.machine import (
+    Machine,
     assign_cores,
     assign_devices,
     jax_environment,
+    this_machine,
     thread_limits,
     visible_devices,
     vllm_environment,
 )
-from runspec.local.endpoints import Endpoints, address, load_endpoints
-from runspec.local.identity import Identity, make_identity
-from runspec.local.machine import Machine, this_machine
 
 HEARTBEAT_S = 10
 """Silence that ends the other processes of a learner on one machine, where no network is slow."""
@@ -111,7 +100,7 @@ def first_version_role(run: PreparedRun, cache: Path) -> RoleSpec:
     # One process makes the version, on the whole mesh.
     learner = run.spec.learner.model_copy(update={"hosts": 1})
     env = _learner_env(run, learner, (), devices)
-    name = WARM_START if run.spec.supervised is None else DRAWN
+    name = role_names.WARM_START if run.spec.supervised is None else role_names.DRAWN
     return RoleSpec(name, run.machine.module(*command), env, ends_run=True)
 
 
@@ -135,10 +124,15 @@ def role_specs(
     if here is None:
         here = roles_here(run.spec)
     make = _Roles(run, here, cores)
-    roles = [*make.origin(), *make.relays(), *make.coordinator(), make.publisher()]
-    roles += [*make.learners(), *make.islands(), *make.shares()]
-    roles += [*make.validators(), *make.evaluator(), *make.monitors(), *make.workers()]
-    _refuse_equal_names(roles)
+    roles = [*make.trunk(), *make.training(), *make.shares(), *make.validators()]
+    roles += [*make.evaluator(), *make.monitors(), *make.workers()]
+    for name, count in Counter(role.name for role in roles).items():
+        if count > 1:
+            raise UserError(
+                f"{count} roles would be called {name}",
+                place="samplers",
+                remedy="give the pool another name",
+            )
     secrets, figures = secret_values(run.spec, run.machine), run.endpoints.figures_option
     own = [replace(each, command=(*each.command, *figures(each.name))) for each in roles]
     return [replace(each, env={**each.env, **secrets}) for each in own if each.name in here]
@@ -146,7 +140,7 @@ def role_specs(
 
 def roles_here(spec: RunSpec) -> set[str]:
     """Return the processes that one machine starts."""
-    return set(role_names(spec)) - elsewhere(spec)
+    return set(role_names.role_names(spec)) - role_names.elsewhere(spec)
 
 
 class _Roles:
@@ -161,135 +155,119 @@ class _Roles:
         self._relays = run.endpoints.relays | run.endpoints.elsewhere
         self._root = ("--public-key", run.identity.root_public_key)
         if cores is None:
-            islands = [name for each in island_processes(run.spec).values() for name in each]
-            names = (*learner_names(run.spec), *islands, *worker_names(run.spec))
+            islands = [*chain(*role_names.island_processes(run.spec).values())]
+            names = [*role_names.learner_names(run.spec), *islands]
+            names += role_names.worker_names(run.spec)
             busy = [name for name in names if name in here]
             others, evenly = len(busy) < len(here), bool(islands)
             cores = assign_cores(busy, run.machine.cores, others=others, evenly=evenly)
         self._cores = cores
         self._assigned = assign_devices(run.spec, here)
 
-    def origin(self) -> Iterator[RoleSpec]:
-        store = self._run.directory / "store" / "origin"
-        return self._server("origin", "broadcast", "origin", str(store))
-
-    def relays(self) -> Iterator[RoleSpec]:
+    def trunk(self) -> Iterator[RoleSpec]:
+        """Origin, relays, coordinator and publisher."""
+        folder, ends = self._run.directory, self._endpoints
+        yield from self._server("origin", "broadcast", "origin", str(folder / "store" / "origin"))
         for relay in self._spec.broadcast.relays:
             name = f"relay-{relay.name}"
             if name in self._listening:
-                upstream = [self._relays.get(up, self._endpoints.origin) for up in relay.upstream]
                 yield from self._server(
                     name,
                     *("broadcast", "relay", "--run", self._spec.name),
-                    *(option for url in upstream for option in ("--upstream", url)),
+                    *_each(
+                        "--upstream", (self._relays.get(up, ends.origin) for up in relay.upstream)
+                    ),
                     *("--keep-versions", str(self._spec.broadcast.keep_versions)),
-                    *("--store", str(self._run.directory / "store" / name), *self._root),
+                    *("--store", str(folder / "store" / name), *self._root),
                 )
+        weights = (*_each("--public-weights", ends.weights()), "--weights", ends.origin)
+        command = ("verify", "coordinator", str(folder), *weights, *self._root)
+        yield from self._server("coordinator", *command)
+        yield RoleSpec(
+            "publisher", self._module("bridge", "publish", str(folder)), thread_limits(())
+        )
 
-    def coordinator(self) -> Iterator[RoleSpec]:
-        weights = [o for url in self._endpoints.weights() for o in ("--public-weights", url)]
-        weights += ["--weights", self._endpoints.origin]
-        command = ("verify", "coordinator", str(self._run.directory), *weights, *self._root)
-        return self._server("coordinator", *command)
-
-    def publisher(self) -> RoleSpec:
-        command = self._module("bridge", "publish", str(self._run.directory))
-        return RoleSpec("publisher", command, thread_limits(()))
-
-    def learners(self) -> Iterator[RoleSpec]:
-        names, own = learner_names(self._spec), self._run.directory
+    def training(self) -> Iterator[RoleSpec]:
+        """The learner's processes, and those of the islands; the first one is the learner."""
+        run, ends, machine_env = self._run, self._endpoints, self._run.machine.env
         first = next(iter(island_names(self._spec)), None)
-        for role in self._training(names, own, first, self._endpoints.learner, ()):
-            ends_run = role.name == "learner"
-            yield replace(role, ends_run=ends_run, ends_when_sampled=not ends_run)
-
-    def islands(self) -> Iterator[RoleSpec]:
-        """The islands after the first, which is the learner."""
-        for i, (island, names) in enumerate(island_processes(self._spec).items()):
-            own = island_folder(self._run.directory, island_role(island))
-            weights = (option for url in self._weights(i) for option in ("--weights", url))
-            join = self._endpoints.islands.get(names[0])
-            for role in self._training(names, own, island, join, (*weights, *self._root)):
-                yield replace(role, ends_when_sampled=True, may_fail=True)
+        programs: list[tuple[str | None, list[str]]]
+        programs = [(first, role_names.learner_names(self._spec))]
+        programs += role_names.island_processes(self._spec).items()
+        for turn, (island, names) in enumerate(programs):
+            folder, join, fetching = run.directory, ends.learner, tuple[str, ...]()
+            learner = self._spec.learner
+            if island is not None:
+                learner = island_spec(self._spec, island).learner
+            if island is not None and turn > 0:
+                folder = island_folder(run.directory, role_names.island_role(island))
+                join = ends.islands.get(names[0])
+                fetching = (*_each("--weights", self._weights(turn - 1)), *self._root)
+            for i, name in enumerate(names):
+                if name not in self._here:
+                    continue
+                options: list[str] = []
+                if join is not None:  # where the processes of a program find each other
+                    host, port = address(join)
+                    options += ("--coordinator", f"{host}:{port}", "--process", str(i))
+                    options += ("--heartbeat", str(HEARTBEAT_S)) if is_loopback(host) else ()
+                if island is not None:
+                    options += ("--island", island)
+                if island is not None and i == 0:  # it exchanges shares with the others
+                    key = run.identity.key(role_names.island_role(island))
+                    options += ("--coordinator-url", ends.coordinator, "--key", str(key))
+                    options += ("--share-url", ends.shares_url(island))
+                    options += ("--share-store", str(self._store(island)), *fetching)
+                mine = self._cores.get(name, ())
+                env = _learner_env(run, learner, mine, self._assigned.get(name))
+                if "TPU_WORKER_HOSTNAMES" in machine_env and "TPU_WORKER_ID" not in machine_env:
+                    env["TPU_WORKER_ID"] = str(i)  # which of the hosts that a backend names
+                yield RoleSpec(
+                    name,
+                    self._module("learner_jax", "train", str(folder), *options),
+                    env,
+                    cores=mine,
+                    ends_run=name == "learner",
+                    ends_when_sampled=name != "learner",
+                    may_fail=turn > 0,
+                )
 
     def shares(self) -> Iterator[RoleSpec]:
         """The servers of the islands' shares."""
         for i, island in enumerate(island_names(self._spec)):
             command = ("broadcast", "origin", str(self._store(island)))
-            for role in self._server(shares_name(island), *command):
+            for role in self._server(role_names.shares_name(island), *command):
                 yield replace(role, may_fail=i > 0)
 
-    def _training(
-        self,
-        names: Sequence[str],
-        folder: Path,
-        island: str | None,
-        join: str | None,
-        fetching: Sequence[str],
-    ) -> Iterator[RoleSpec]:
-        """The processes of one program that trains.
-
-        Args:
-            names: of the processes.
-            folder: what they take for the run directory.
-            island: its name; None if the learner is one program.
-            join: where the processes find each other; None for a single one.
-            fetching: further arguments of the first, which speaks for its island.
-        """
-        for i, name in enumerate(names):
-            if name not in self._here:
-                continue
-            mine, options = self._cores.get(name, ()), _joining(join, i)
-            learner = self._spec.learner
-            if island is not None:
-                learner = island_spec(self._spec, island).learner
-                options += ("--island", island)
-                options += (*self._speaking(island), *fetching) if i == 0 else ()
-            yield RoleSpec(
-                name,
-                self._module("learner_jax", "train", str(folder), *options),
-                _learner_env(self._run, learner, mine, self._assigned.get(name))
-                | _tpu_worker(self._run.machine, i),
-                cores=mine,
-            )
-
-    def _speaking(self, island: str) -> tuple[str, ...]:
-        """How an island exchanges shares with the others."""
-        return (
-            *("--coordinator-url", self._endpoints.coordinator),
-            *("--key", str(self._run.identity.key(island_role(island)))),
-            *("--share-url", self._endpoints.shares_url(island)),
-            *("--share-store", str(self._store(island))),
-        )
-
     def _store(self, island: str) -> Path:
-        return self._run.directory / "store" / shares_name(island)
+        return self._run.directory / "store" / role_names.shares_name(island)
 
     def validators(self) -> Iterator[RoleSpec]:
         kind = (self._spec.verify.hardware or self._spec.learner.hardware).kind
         env = jax_environment(self._run.machine.env, on_cpu=kind == "cpu", devices=1)
-        for i, name in enumerate(validator_names(self._spec)):
+        for i, name in enumerate(role_names.validator_names(self._spec)):
             yield RoleSpec(
                 name,
                 self._module("verify", "validator", *self._work(name, self._weights(i))),
-                thread_limits(()) | env | self._devices(name, kind),
+                thread_limits(()) | env | visible_devices(kind, self._assigned.get(name)),
                 ends_when_sampled=True,
             )
 
     def evaluator(self) -> Iterator[RoleSpec]:
-        for name in evaluator_names(self._spec):
+        for name in role_names.evaluator_names(self._spec):
             command = ("sampler", "evaluate", *self._work(name, self._weights(0)))
             role = self._sampling(name, evaluator_pool(self._spec), *command)
             yield replace(role, may_fail=True, late_s=self._spec.evaluator.deadline)
 
     def monitors(self) -> Iterator[RoleSpec]:
-        for name, each in zip(monitor_names(self._spec), self._spec.monitors, strict=True):
+        names = role_names.monitor_names(self._spec)
+        for name, each in zip(names, self._spec.monitors, strict=True):
             command = self._module("runspec", "monitor", str(self._run.directory), each.name)
             yield RoleSpec(name, command, thread_limits(()), may_fail=True, late_s=each.deadline)
 
     def workers(self) -> Iterator[RoleSpec]:
         pools = {pool.name: pool for pool in self._spec.samplers}
-        for i, (name, pool_name) in enumerate(worker_names(self._spec).items()):
+        for i, (name, pool_name) in enumerate(role_names.worker_names(self._spec).items()):
             work = self._work(name, self._weights(i, pools[pool_name].relays))
             command = ("sampler", "work", *work, "--pool", pool_name)
             yield replace(self._sampling(name, pools[pool_name], *command), ends_when_sampled=True)
@@ -298,7 +276,7 @@ class _Roles:
         """A role with an engine."""
         mine, kind = self._cores.get(name, ()), pool.hardware.kind
         engine = vllm_environment(mine, on_cpu=kind == "cpu", tensor=pool.parallel.tensor)
-        env = thread_limits(mine) | engine | self._devices(name, kind)
+        env = thread_limits(mine) | engine | visible_devices(kind, self._assigned.get(name))
         return RoleSpec(name, self._module(*command), env, cores=mine)
 
     def _server(self, name: str, *command: str) -> Iterator[RoleSpec]:
@@ -312,7 +290,7 @@ class _Roles:
         """Return the arguments that validators and samplers share."""
         return (
             *("--run", self._spec.name, "--coordinator", self._endpoints.coordinator),
-            *(option for url in weights for option in ("--weights", url)),
+            *_each("--weights", weights),
             *self._root,
             *("--key", str(self._run.identity.key(name))),
             *("--dir", str(self._run.directory / "work" / name)),
@@ -328,9 +306,6 @@ class _Roles:
         urls = [self._relays[name] for name in named if name in self._relays]
         return [*urls, self._endpoints.origin]
 
-    def _devices(self, name: str, kind: str) -> dict[str, str]:
-        return visible_devices(kind, self._assigned.get(name))
-
 
 def secret_values(spec: RunSpec, machine: Machine) -> dict[str, str]:
     """Values of the spec's secrets that the machine's environment has, by name."""
@@ -338,13 +313,10 @@ def secret_values(spec: RunSpec, machine: Machine) -> dict[str, str]:
     return {name: machine.env[source] for name, source in sources.items() if source in machine.env}
 
 
-def _joining(join: str | None, process: int) -> tuple[str, ...]:
-    """How the processes of a program find each other; nothing for a single one."""
-    if join is None:
-        return ()
-    host, port = address(join)
-    options = ("--coordinator", f"{host}:{port}", "--process", str(process))
-    return (*options, "--heartbeat", str(HEARTBEAT_S)) if is_loopback(host) else options
+def _each(option: str, values: Iterable[str]) -> Iterator[str]:
+    """Yield an option before each value."""
+    for value in values:
+        yield from (option, value)
 
 
 def _learner_env(
@@ -357,19 +329,3 @@ def _learner_env(
         | jax_environment(run.machine.env, on_cpu=kind == "cpu", devices=devices)
         | visible_devices(kind, numbers)
     )
-
-
-def _tpu_worker(machine: Machine, process: int) -> dict[str, str]:
-    """Which of the hosts that a backend names this one is, unless the machine knows."""
-    known = "TPU_WORKER_HOSTNAMES" not in machine.env or "TPU_WORKER_ID" in machine.env
-    return {} if known else {"TPU_WORKER_ID": str(process)}
-
-
-def _refuse_equal_names(roles: Sequence[RoleSpec]) -> None:
-    for name, count in Counter(role.name for role in roles).items():
-        if count > 1:
-            raise UserError(
-                f"{count} roles would be called {name}",
-                place="samplers",
-                remedy="give the pool another name",
-            )

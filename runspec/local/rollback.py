@@ -21,34 +21,22 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
+from runspec.core import run_files
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers, temporary_name, write_atomic
 from runspec.core.object_store import Folder, ObjectPath
-from runspec.core.run_files import (
-    METRICS_FILE,
-    SAMPLES_FILE,
-    STATE_FILE,
-    checkpoints_folder,
-    evaluated_versions,
-    initial_model,
-    numbered,
-    params_folder,
-    state_folder,
-    step_folder,
-    versions_in,
-    weights_folder,
-)
 from runspec.core.spec.islands import island_names, step_overlap
 from runspec.core.spec.resolved import load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
-from runspec.local.full_states import full_states
+from runspec.local.apply import REPORT_FILE, SUMMARY_FILE, write_summary
+from runspec.local.formatting import reported
+from runspec.local.model_folders import full_states
 from runspec.local.planning import STARTS_ANEW
-from runspec.local.report import REPORT_FILE, SUMMARY_FILE, write_summary
 from runspec.local.state import RunState
 from verify.coordinator.handlers.operator import closed_steps, record_rollback
 from verify.coordinator.ledger.ledger import open_ledger
@@ -70,9 +58,24 @@ def roll_back(run_dir: Path, version: int) -> None:
             removed; where the last, the next command completes it.
     """
     spec = load_resolved(run_dir)
-    _require_own_root(run_dir, spec, version)
+    if spec.identity.root_public_key is not None:
+        raise UserError(
+            "others have pinned this run's root and hold its versions: a version number is "
+            "published once",
+            place="identity.root_public_key",
+            remedy="start a run of another name from that version, as long as its weights are "
+            f"there: model.hf: {run_files.weights_folder(run_dir) / f'v{version}'}",
+        )
     _require_state(run_dir, spec, version)
-    _require_trained(run_dir, spec, version)
+    # The ledger agrees that the steps below were closed, or the coordinator would never start; and
+    # no coordinator is at work on it.
+    closed = closed_steps(run_dir, spec)
+    if version > closed:
+        raise UserError(
+            f"the ledger has closed {closed} steps only",
+            place=str(run_dir / run_files.STATE_FILE),
+            remedy="restore it from the copy that the full states are from",
+        )
     with closing(RunState(run_dir)) as state:
         # First, so that a run that was finished does not look so once its files are going.
         state.set_run("paused", f"a rollback to version {version} has begun")
@@ -106,35 +109,28 @@ def complete_rollback(run_dir: Path) -> int | None:
         The version that it went back to; None where no rollback was under way.
     """
     path = run_dir / INTENT_FILE
-    try:
+    if not path.exists():
+        return None
+    kinds = (MalformedJson, KeyError, TypeError, ValueError)
+    with reported("not the intent of a rollback", path, "delete the run", *kinds):
         intent = parse_object(read_bounded(path, _MAX_INTENT_BYTES), max_bytes=_MAX_INTENT_BYTES)
         version, anew = int(intent["to"]), bool(intent.get("anew"))
-    except FileNotFoundError:
-        return None
-    except (MalformedJson, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"not the intent of a rollback: {error}", place=str(path), remedy="delete the run"
-        ) from error
     spec = load_resolved(run_dir)
-    try:
+    thing = f"the rollback to version {version} cannot go on"
+    remedy = "mend the permissions, then run the command again: it completes the rollback"
+    with reported(thing, run_dir, remedy, OSError):
         for entry in _doomed(run_dir, spec, version, anew=anew):
             if not (intent.get("keep_keys") and entry.name == "keys"):
                 _remove(entry)
         if anew:
-            _remove(initial_model(run_dir))
+            _remove(run_files.initial_model(run_dir))
         for folder in _cleared(run_dir, spec):
             if isinstance(folder, Path):  # the learner clears an object store
                 remove_leftovers(folder)
-        for name in (METRICS_FILE, SAMPLES_FILE):
+        for name in (run_files.METRICS_FILE, run_files.SAMPLES_FILE):
             _keep_steps_below(run_dir / name, version)
         made_on = run_dir / "checkpoints" / "fingerprints.jsonl"
         _keep_steps_below(made_on, 0 if anew else version + 1)
-    except OSError as error:
-        raise UserError(
-            f"the rollback to version {version} cannot go on: {error}",
-            place=str(run_dir),
-            remedy="mend the permissions, then run the command again: it completes the rollback",
-        ) from error
     if anew:
         with closing(open_ledger(run_dir, spec)) as ledger:
             ledger.clear()
@@ -143,7 +139,7 @@ def complete_rollback(run_dir: Path) -> int | None:
     with closing(RunState(run_dir)) as state:
         text = STARTS_ANEW if anew else f"rolled back to version {version}"
         state.set_run("paused", text)
-        state.add_event("run", text)
+        state.add_event("run", text, "change")
         if not anew:  # whoever changes the spec records that
             state.add_applied(spec_digest(spec), [text])
         write_summary(run_dir, state.wall_s(), partial(state.add_event, "report"))
@@ -151,27 +147,12 @@ def complete_rollback(run_dir: Path) -> int | None:
     return version
 
 
-def versions_to_go_back_to(run_dir: Path, spec: RunSpec) -> list[int]:
-    """Published ones that have a full state, and 0 where the starting model is there."""
-    states = (state for state in full_states(run_dir, spec) if state.is_committed())
-    found = [state.step for state in states if spec.publishes(state.step)]
-    start = [0] if (initial_model(run_dir) / "config.json").exists() else []
-    return [*start, *found]
-
-
-def _require_own_root(run_dir: Path, spec: RunSpec, version: int) -> None:
-    if spec.identity.root_public_key is not None:
-        raise UserError(
-            "others have pinned this run's root and hold its versions: a version number is "
-            "published once",
-            place="identity.root_public_key",
-            remedy="start a run of another name from that version, as long as its weights are "
-            f"there: model.hf: {weights_folder(run_dir) / f'v{version}'}",
-        )
-
-
 def _require_state(run_dir: Path, spec: RunSpec, version: int) -> None:
-    found = versions_to_go_back_to(run_dir, spec)
+    """Refuses a version that has no whole full state; 0 needs the starting model."""
+    states = full_states(run_dir, spec)
+    found = [s.step for s in states if s.is_committed() and spec.publishes(s.step)]
+    if (run_files.initial_model(run_dir) / "config.json").exists():
+        found = [0, *found]
     if version not in found:
         listed = ", ".join(str(each) for each in found) or "none"
         why = ""
@@ -179,41 +160,29 @@ def _require_state(run_dir: Path, spec: RunSpec, version: int) -> None:
             why = ": with learner.islands.overlap only the last step's holds a committed version"
         raise UserError(
             f"no full state of version {version}{why}",
-            place=str(state_folder(run_dir, spec)),
+            place=str(run_files.state_folder(run_dir, spec)),
             remedy=f"there is one of: {listed}",
         )
-    for state in full_states(run_dir, spec):
+    for state in states:
         if state.step == version:
             state.require_whole()
 
 
-def _require_trained(run_dir: Path, spec: RunSpec, version: int) -> None:
-    """The ledger agrees that the steps below were closed, or the coordinator would never start; and
-    no coordinator is at work on it."""
-    closed = closed_steps(run_dir, spec)
-    if version > closed:
-        raise UserError(
-            f"the ledger has closed {closed} steps only",
-            place=str(run_dir / STATE_FILE),
-            remedy="restore it from the copy that the full states are from",
-        )
-
-
 def _doomed(run_dir: Path, spec: RunSpec, version: int, *, anew: bool) -> Iterator[Folder]:
     """Yield the paths to remove, whole folders where possible."""
-    states, weights = state_folder(run_dir, spec), weights_folder(run_dir)
-    yield from (states / f"step_{n}" for n in numbered(states, "step_") if n > version)
-    yield from (weights / f"v{n}" for n in versions_in(weights) if n >= version)
-    yield from (path for path, n in evaluated_versions(run_dir) if anew or n > version)
-    yield params_folder(run_dir, spec)
+    states, weights = run_files.state_folder(run_dir, spec), run_files.weights_folder(run_dir)
+    yield from (states / f"step_{n}" for n in run_files.numbered(states, "step_") if n > version)
+    yield from (weights / f"v{n}" for n in run_files.versions_in(weights) if n >= version)
+    yield from (path for path, n in run_files.evaluated_versions(run_dir) if anew or n > version)
+    yield run_files.params_folder(run_dir, spec)
     for states in _island_states(run_dir, spec):  # those islands join anew
-        yield from (states / f"step_{n}" for n in numbered(states, "step_"))
+        yield from (states / f"step_{n}" for n in run_files.numbered(states, "step_"))
     # Byte counts of what was served (served.json) stay, for the summary.
     yield from sorted((run_dir / "store").glob(f"*/{spec.name}"))
     yield from _work(run_dir, anew=anew)
     yield run_dir / "keys"
-    for step in numbered(run_dir / "rollouts", "step_"):
-        folder = step_folder(run_dir, step)
+    for step in run_files.numbered(run_dir / "rollouts", "step_"):
+        folder = run_files.step_folder(run_dir, step)
         if step >= version:
             yield folder
         else:  # files that no signature vouches for any more; no full state needs them
@@ -232,8 +201,10 @@ def _work(run_dir: Path, *, anew: bool) -> Iterator[Path]:
         yield folder
         return
     for own in sorted(folder.iterdir()):
-        if initial_model(own).exists():
-            yield from (path for path in sorted(own.iterdir()) if path != initial_model(own))
+        if run_files.initial_model(own).exists():
+            yield from (
+                path for path in sorted(own.iterdir()) if path != run_files.initial_model(own)
+            )
         else:
             yield own
 
@@ -242,14 +213,14 @@ def _island_states(run_dir: Path, spec: RunSpec) -> list[Folder]:
     """Return the folders outside the run directory in which other islands keep full states."""
     if spec.checkpoints.dir is None:
         return []
-    return [state_folder(run_dir, spec, name) for name in island_names(spec)[1:]]
+    return [run_files.state_folder(run_dir, spec, name) for name in island_names(spec)[1:]]
 
 
 def _cleared(run_dir: Path, spec: RunSpec) -> Iterator[Folder]:
     """Yield the folders in which a removal that was cut short leaves temporary names."""
     yield from (run_dir, run_dir / "rollouts", *sorted((run_dir / "store").glob("*")))
-    yield from (state_folder(run_dir, spec), weights_folder(run_dir))
-    yield checkpoints_folder(run_dir, spec)
+    yield from (run_files.state_folder(run_dir, spec), run_files.weights_folder(run_dir))
+    yield run_files.checkpoints_folder(run_dir, spec)
     yield from _island_states(run_dir, spec)
 
 
@@ -267,16 +238,11 @@ def _remove(path: Folder) -> None:
 
 def _keep_steps_below(path: Path, end: int) -> None:
     """Keeps a file's whole lines of steps before `end`, byte for byte."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        kept = b"".join(line for line in file if _is_of_step_below(line, end))
-    write_atomic(path, kept)
-
-
-def _is_of_step_below(line: bytes, end: int) -> bool:
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):  # torn by a crash
-        return False
-    return isinstance(step, int) and step < end and line.endswith(b"\n")
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):  # torn by a crash
+            step = json.loads(line)["step"]
+            if isinstance(step, int) and step < end and line.endswith(b"\n"):
+                kept.append(line)
+    if path.exists():
+        write_atomic(path, b"".join(kept))

@@ -23,6 +23,7 @@ from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.role_names import island_processes, island_role
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import backend
+from runspec.local.formatting import reported
 
 RUNS = Path("runs")
 """The default folder of runs."""
@@ -56,14 +57,9 @@ def hold(run_dir: Path, *, role: str | None = None) -> Iterator[int]:
         UserError: this user may not write the lock.
     """
     path = run_dir / LOCK_FILE
-    try:
+    remedy = "mend the permissions, or work as the user who made the run"
+    with reported("the run cannot be locked", path, remedy, OSError):
         descriptor = open_lock(path)
-    except OSError as error:
-        raise UserError(
-            f"the run cannot be locked: {error.strerror}",
-            place=str(path),
-            remedy="mend the permissions, or work as the user who made the run",
-        ) from error
     try:
         if not _lock(descriptor):
             watch = f"watch it with `runspec status {run_dir}`, or stop that process first"
@@ -196,16 +192,12 @@ def read_site(run_dir: Path) -> dict[str, str] | None:
     Raises:
         UserError: it cannot be read.
     """
-    path = run_dir / SITE_FILE
-    try:
+    path, kinds = run_dir / SITE_FILE, (OSError, MalformedJson, KeyError)
+    if not path.exists():
+        return None
+    with reported("cannot be read", path, "remove it, then apply again", *kinds):
         site = parse_object(read_bounded(path, _MAX_SITE_BYTES), max_bytes=_MAX_SITE_BYTES)
         return {key: str(site[key]) for key in ("backend", "run", "runs_dir", *site)}
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, MalformedJson, KeyError) as error:
-        raise UserError(
-            f"cannot be read: {error}", place=str(path), remedy="remove it, then apply again"
-        ) from error
 
 
 def refuse_elsewhere(run_dir: Path, named: str) -> None:

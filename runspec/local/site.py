@@ -13,31 +13,20 @@ a role tries again until its servers answer, and says for whom it waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from pathlib import Path, PurePath
+from typing import Any
 
 from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.models.hardware import device_count
+from runspec.core.spec import role_names
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.islands import island_spec
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import dump_resolved, load_resolved
-from runspec.core.spec.role_names import (
-    elsewhere,
-    evaluator_names,
-    island_processes,
-    island_role,
-    learner_names,
-    relay_names,
-    server_names,
-    shares_name,
-    validator_names,
-    worker_names,
-)
 from runspec.core.spec.schema import Hardware, Learner, RunSpec
 from runspec.local.bundle import TRUNK_GROUP, Bundle, make_bundles
 from runspec.local.identity import make_identity
@@ -62,14 +51,6 @@ class Disk(StrEnum):
     """Can be lost: what is missing is fetched again."""
 
 
-class Restart(StrEnum):
-    """How a member that ended with an error is restarted."""
-
-    ALONE = "alone"
-    TOGETHER = "with the other learners"
-    """They end by themselves when one is lost, and join anew."""
-
-
 @dataclass(frozen=True)
 class Group:
     """Processes that are started alike, each on a machine of its own or beside others."""
@@ -81,12 +62,14 @@ class Group:
     """None: no accelerator."""
     devices: int
     """Accelerators of one member; 0 where `hardware` is None or names CPUs."""
-    waits_for: tuple[str, ...]
-    """Groups whose servers it needs before it can do anything."""
-    disk: Disk
-    restart: Restart = Restart.ALONE
-    secrets: tuple[str, ...] = ()
+    secrets: tuple[str, ...]
     """Environment variables that each member needs and no bundle holds."""
+    waits_for: tuple[str, ...] = (TRUNK_GROUP,)
+    """Groups whose servers it needs before it can do anything."""
+    disk: Disk = Disk.OWN
+    restart: str = "alone"
+    """How a member that ended with an error is restarted, in words. Learners that share a program
+    end by themselves when one is lost, and join anew."""
     beside: tuple[str, ...] = ()
     """Processes that run beside the first member, from its bundle and in its folder."""
 
@@ -115,53 +98,36 @@ def groups_of(spec: RunSpec) -> list[Group]:
     secrets = tuple(secret.source.env for secret in spec.secrets)
 
     def group(
-        name: str,
-        members: Sequence[str],
-        hardware: Hardware | None,
-        devices: int | None = None,
-        *,
-        disk: Disk = Disk.OWN,
-        restart: Restart = Restart.ALONE,
-        waits_for: Sequence[str] = (TRUNK_GROUP,),
-        beside: Sequence[str] = (),
+        name: str, members: Sequence[str], hardware: Hardware | None, devices: int = 0, **rest: Any
     ) -> Group:
         if hardware is not None and hardware.kind == "cpu":
             hardware = None
         count = 0 if hardware is None else devices or device_count(hardware, 1) or 1
-        return Group(
-            name,
-            tuple(members),
-            hardware,
-            count,
-            tuple(waits_for),
-            disk,
-            restart,
-            secrets,
-            tuple(beside),
-        )
+        return Group(name, tuple(members), hardware, count, secrets, **rest)
 
-    def training(learner: Learner) -> Callable[..., Group]:
+    def training(name: str, members: Sequence[str], learner: Learner, **rest: Any) -> Group:
         share = (device_count(learner.hardware, learner.mesh.slices) or 1) // learner.hosts
-        restart = Restart.ALONE if learner.hosts == 1 else Restart.TOGETHER
-        return partial(group, hardware=learner.hardware, devices=share, restart=restart)
+        restart = "alone" if learner.hosts == 1 else "with the other learners"
+        return group(name, members, learner.hardware, share, restart=restart, **rest)
 
     learner = spec.learner
-    learners = training(learner)
-    groups = [learners(TRUNK_GROUP, [TRUNK_GROUP], disk=Disk.RUN, waits_for=())]
+    groups = [training(TRUNK_GROUP, [TRUNK_GROUP], learner, disk=Disk.RUN, waits_for=())]
     if learner.hosts > 1:
-        groups.append(learners("learners", learner_names(spec)[1:], disk=Disk.CHECKPOINTS))
-    for name, processes in island_processes(spec).items():
+        others = role_names.learner_names(spec)[1:]
+        groups.append(training("learners", others, learner, disk=Disk.CHECKPOINTS))
+    for name, processes in role_names.island_processes(spec).items():
         disk = Disk.OWN if len(processes) == 1 else Disk.CHECKPOINTS
-        own = training(island_spec(spec, name).learner)
-        groups.append(own(island_role(name), processes, disk=disk, beside=[shares_name(name)]))
-    groups += [group(name, [name], None) for name in relay_names(spec)]
+        rest: dict[str, Any] = {"disk": disk, "beside": (role_names.shares_name(name),)}
+        own = island_spec(spec, name).learner
+        groups.append(training(role_names.island_role(name), processes, own, **rest))
+    groups += [group(name, [name], None) for name in role_names.relay_names(spec)]
     if spec.verify.validators:
         hardware = spec.verify.hardware or learner.hardware
-        groups.append(group("validators", validator_names(spec), hardware))
-    for name in evaluator_names(spec):
+        groups.append(group("validators", role_names.validator_names(spec), hardware))
+    for name in role_names.evaluator_names(spec):
         engine = evaluator_pool(spec)
         groups.append(group(name, [name], engine.hardware, engine.parallel.devices))
-    workers = worker_names(spec)
+    workers = role_names.worker_names(spec)
     for pool in spec.samplers:
         members = [name for name, of in workers.items() if of == pool.name]
         if members:
@@ -171,7 +137,7 @@ def groups_of(spec: RunSpec) -> list[Group]:
 
 def groups_started(spec: RunSpec) -> list[Group]:
     """The role groups that a cluster starts: those of `placement.roles`, and the whole learner."""
-    away = elsewhere(spec) - set(learner_names(spec))
+    away = role_names.elsewhere(spec) - set(role_names.learner_names(spec))
     return [group for group in groups_of(spec) if not away.intersection(group.members)]
 
 
@@ -183,20 +149,21 @@ def site_spec(spec: RunSpec, root_public_key: str) -> RunSpec:
     place, broadcast = spec.placement, spec.broadcast
     base = BASE_PORT if place.base_port is None else place.base_port
     host = f"[{place.host}]" if ":" in place.host else place.host
-    servers = server_names(spec)
-    relay_ports = [base + servers.index(name) for name in relay_names(spec)]
+    servers = role_names.server_names(spec)
+
+    def at(name: str) -> str:
+        return f"http://{host}:{base + servers.index(name)}"
+
     relays = [
-        relay.model_copy(update={"url": relay.url or f"http://{host}:{port}"})
-        for relay, port in zip(broadcast.relays, relay_ports, strict=True)
+        relay.model_copy(update={"url": relay.url or at(f"relay-{relay.name}")})
+        for relay in broadcast.relays
     ]
     learner, islands = spec.learner, spec.learner.islands
     if islands is not None:
-        members = islands.members[:1]
-        for member in islands.members[1:]:
-            port = base + servers.index(shares_name(member.name))
-            url = member.url or f"http://{host}:{port}"
-            members = [*members, member.model_copy(update={"url": url})]
-        islands = islands.model_copy(update={"members": members})
+        first, *others = islands.members
+        urls = [member.url or at(role_names.shares_name(member.name)) for member in others]
+        others = [m.model_copy(update={"url": url}) for m, url in zip(others, urls, strict=True)]
+        islands = islands.model_copy(update={"members": [first, *others]})
         learner = learner.model_copy(update={"islands": islands})
     metrics = place.metrics
     if metrics is not None and metrics.base_port is None:
@@ -217,7 +184,11 @@ def make_site(spec: RunSpec, site: Path) -> tuple[RunSpec, list[Bundle]]:
     Raises:
         UserError: the folder is a run's or another site's, or cannot be written.
     """
-    _refuse_other_run(site, spec)
+    remedy = "name another folder with -o"
+    if (site / LOCK_FILE).exists():
+        raise UserError("a run's directory, not a site", place=str(site), remedy=remedy)
+    if (site / SPEC_FILE).exists() and (name := load_resolved(site).name) != spec.name:
+        raise UserError(f"the site of another run, {name}", place=str(site), remedy=remedy)
     require_writable(site, "the site's folder", "mend the permissions, or name another folder")
     identity = make_identity(site, spec)
     resolved = site_spec(spec, identity.root_public_key)
@@ -230,11 +201,3 @@ def make_site(spec: RunSpec, site: Path) -> tuple[RunSpec, list[Bundle]]:
         path.unlink()
     write_atomic(site / SPEC_FILE, dump_resolved(resolved))
     return resolved, list(bundles.values())
-
-
-def _refuse_other_run(site: Path, spec: RunSpec) -> None:
-    remedy = "name another folder with -o"
-    if (site / LOCK_FILE).exists():
-        raise UserError("a run's directory, not a site", place=str(site), remedy=remedy)
-    if (site / SPEC_FILE).exists() and (name := load_resolved(site).name) != spec.name:
-        raise UserError(f"the site of another run, {name}", place=str(site), remedy=remedy)

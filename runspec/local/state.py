@@ -103,6 +103,10 @@ class EventRow:
     text: str
     id: int
     """Grows with time."""
+    kind: str = "state"
+    """`state` of a role, `result` of an evaluation, `alarm`, `change` of the run, or `note`."""
+    exit_code: int | None = None
+    """Of a role that has ended; negative: the signal that ended it."""
 
 
 @dataclass(frozen=True)
@@ -196,9 +200,12 @@ class RunState:
         """Records a role in the place of what was known of it."""
         self._write("INSERT OR REPLACE INTO role VALUES (?, ?, ?, ?, ?, ?)", astuple(role))
 
-    def add_event(self, role: str, text: str) -> None:
+    def add_event(
+        self, role: str, text: str, kind: str = "note", exit_code: int | None = None
+    ) -> None:
         self._write(
-            "INSERT INTO event (time, role, text) VALUES (?, ?, ?)", (time.time(), role, text)
+            "INSERT INTO role_event VALUES (NULL, ?, ?, ?, ?, ?)",
+            (time.time(), role, text, kind, exit_code),
         )
 
     def add_applied(self, spec_digest: str, what: Sequence[str]) -> int:
@@ -246,7 +253,7 @@ class RunState:
     def events(self, limit: int | None = None, *, after: int = 0) -> list[EventRow]:
         """The newest `limit` events later than that of id `after`, oldest first."""
         most = -1 if limit is None else limit
-        newest = "FROM event WHERE id > ? ORDER BY id DESC LIMIT ?"
+        newest = "FROM role_event WHERE id > ? ORDER BY id DESC LIMIT ?"
         return self._rows(EventRow, newest, after, most)[::-1]
 
     def session(self) -> SessionRow | None:

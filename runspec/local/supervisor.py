@@ -1,26 +1,203 @@
-"""Supervises the roles of a run: tells `fleet` of processes and files, carries out its actions."""
+"""Supervises the roles of a run, and takes requests of others while it is up.
+
+It tells `fleet` of processes and files, and carries out its actions. `runspec apply` changes a live
+run and `runspec pause` stops it by a request, a row in the run's state.db: the supervisor reads it
+in its next turn, and writes into the row what it waits for and the outcome.
+"""
 
 from __future__ import annotations
 
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.errors import UserError
-from runspec.local.backend import Look, Processes
-from runspec.local.children import birth
-from runspec.local.conditions import alarm_text, dropped_text, unsolved_text
-from runspec.local.fleet import Action, Fleet, Outcome, RoleState, Rules, State
+from runspec.core.spec import role_names
+from runspec.core.spec.resolved import MAX_BYTES, dump_resolved, parse_resolved, spec_digest
+from runspec.core.spec.schema import RunSpec
+from runspec.local.backend import Processes, birth
+from runspec.local.fleet import Action, Changed, Fleet, Outcome, RoleState, Rules, State
+from runspec.local.formatting import reported
 from runspec.local.metrics import Row
-from runspec.local.processes import RoleSpec
-from runspec.local.progress import Progress
-from runspec.local.role_logs import last_error
+from runspec.local.processes import PreparedRun, RoleSpec, roles_here
+from runspec.local.progress import Progress, last_error
+from runspec.local.run_dir import EXIT_LOCKED, holder, write_spec
+from runspec.local.run_view import budget_limits
 from runspec.local.state import RequestRow, RoleRow, RunState
-from runspec.local.supervisor_requests import CHANGE, Decision
+from runspec.plan.changes import LIVE, Change, Readers, difference, roles_to_restart
+
+CHANGE, PAUSE = "change", "pause"
+TAKE_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 900.0
+_MAX_REQUEST_BYTES = MAX_BYTES + 4096
+_ASK_S = 0.1
+
+
+class RequestRefused(UserError):
+    """The supervisor refused a request, or was not there to take it."""
+
+    exit_code = EXIT_LOCKED
+
+
+Decision = tuple[Changed, Mapping[str, RoleSpec]] | None
+"""A supervisor's decision on a request: a change, and how roles are started from now on; None: the
+run is to pause."""
+
+
+def send_request(
+    run_dir: Path,
+    kind: str,
+    payload: Mapping[str, Any],
+    *,
+    say: Callable[[str], None] = lambda text: None,
+) -> str:
+    """Asks the supervisor of a live run for something, and waits until that is done.
+
+    Args:
+        run_dir: the run directory.
+        kind: CHANGE with {"spec", "serial"}, or PAUSE with {}.
+        payload: JSON.
+        say: told whom the supervisor waits for, whenever that changes.
+
+    Returns:
+        What came of it.
+
+    Raises:
+        RequestRefused: it was refused, or nobody took it.
+        UserError: it is not done in time; it goes on by itself.
+    """
+    started, said = time.monotonic(), ""
+    with closing(RunState(run_dir)) as state:
+        number = state.ask(kind, payload)
+        while True:
+            # Looked at before the answer: whoever ended may have answered just before.
+            held_by = holder(run_dir)
+            request = state.request(number)
+            assert request is not None, "requests are never removed"
+            if request.state == "done":
+                return request.answer
+            waited = time.monotonic() - started
+            lost = held_by is None or (request.state == "asked" and waited > TAKE_TIMEOUT_S)
+            if request.state == "refused" or lost:
+                reason = f"its supervisor ({held_by or 'gone'}) did not take it"
+                if request.state == "refused":
+                    reason = request.answer
+                elif request.state == "taken":  # what it wrote before it ended stays written
+                    last = f"it had taken this on, and last said: {request.answer}"
+                    reason = f"its supervisor is gone; {last}"
+                state.answer(number, "refused", reason)
+                remedy = "" if "remedy:" in reason else "look at its status, then again"
+                raise RequestRefused(reason, place=str(run_dir), remedy=remedy)
+            if request.answer and request.answer != said:
+                say(said := request.answer)
+            if waited > ANSWER_TIMEOUT_S:
+                raise UserError(
+                    f"not done after {waited:.0f} s: the supervisor {request.answer}",
+                    place=str(run_dir),
+                    remedy=f"it goes on by itself; watch it with `runspec status {run_dir}`",
+                )
+            time.sleep(_ASK_S)
+
+
+def change_request(spec: RunSpec, serial: int) -> dict[str, Any]:
+    """Payload of CHANGE: the new spec, and the serial of the state that it was compared with."""
+    return {"spec": parse_object(dump_resolved(spec), max_bytes=MAX_BYTES), "serial": serial}
+
+
+class LiveRun:
+    """A run that is up, and how its spec changes. The supervisor's side.
+
+    Args:
+        run: as it starts; its spec.json is written anew before any role is told.
+        state: where changes are recorded.
+        roles_of: the processes of a run.
+    """
+
+    def __init__(
+        self,
+        run: PreparedRun,
+        state: RunState,
+        roles_of: Callable[[PreparedRun], Sequence[RoleSpec]],
+    ) -> None:
+        self.run = run
+        self._state, self._roles_of = state, roles_of
+
+    def budget_ends_at(self) -> float | None:
+        """When the budget is used up, on the monotonic clock; None for never."""
+        hours = min(budget_limits(self.run.spec).values(), default=None)
+        return None if hours is None else time.monotonic() + hours * 3600.0 - self._state.wall_s()
+
+    def take(self, request: RequestRow) -> Decision:
+        """Makes a request true on disk, and says what is left to do.
+
+        Raises:
+            UserError: it is refused; nothing has changed.
+        """
+        if request.kind == PAUSE:
+            return None
+        if request.kind != CHANGE:
+            raise UserError(f"unknown request {request.kind!r}")
+        with reported("not a change of a spec", "", "", ValueError, KeyError, TypeError):
+            payload = parse_object(request.payload.encode(), max_bytes=_MAX_REQUEST_BYTES)
+            new = parse_resolved(canonical_json(payload["spec"]), place="request")
+            serial = int(payload["serial"])
+        now = self._state.serial()
+        if serial != now:
+            raise UserError(f"the run has changed meanwhile: serial {now}, not {serial}")
+        changes = difference(self.run.spec, new)
+        stopped = [change for change in changes if change.change_class not in LIVE]
+        if new.name != self.run.spec.name or stopped:
+            raise UserError(
+                "a live run does not take this over:" + "".join(f"\n  {c}" for c in stopped),
+                remedy=f"`runspec pause {self.run.directory}`, then apply again",
+            )
+        signed_before = self._signed_roles()
+        changed = self.run.changed(new)
+        roles = self._roles_of(changed)
+        write_spec(new, self.run.directory, roles_here(new))
+        record_applied(self._state, new, changes)
+        self.run = changed
+        renew = readers_names(roles_to_restart(changes), new)
+        if self._signed_roles() != signed_before:
+            # A longer budget needs signatures that last as long; these two hand them out.
+            renew = list(dict.fromkeys(["coordinator", "publisher", *renew]))
+        change = Changed(new.placement.restarts, self.budget_ends_at(), tuple(renew))
+        return change, {role.name: role for role in roles}
+
+    def _signed_roles(self) -> bytes:
+        path = self.run.identity.roles_file
+        return path.read_bytes() if path.exists() else b""
+
+
+def record_applied(state: RunState, spec: RunSpec, changes: Sequence[Change]) -> int:
+    """Raises the run's serial if its spec is another than before; returns the serial."""
+    known, digest = state.applied(), spec_digest(spec)
+    if known and known[-1].spec_digest == digest:
+        return known[-1].serial
+    what = [str(change) for change in changes] if known else []
+    serial = state.add_applied(digest, what)
+    for line in what:
+        state.add_event("run", f"serial {serial}: {line}", "change")
+    return serial
+
+
+def readers_names(readers: Sequence[Readers], spec: RunSpec) -> list[str]:
+    """The roles of this machine that read rolling fields, by name, in the order of their turns."""
+    names = {
+        "coordinator": ["coordinator"],
+        "publisher": ["publisher"],
+        "validators": role_names.validator_names(spec),
+        "samplers": list(role_names.worker_names(spec)),
+    }
+    away = role_names.elsewhere(spec)
+    return [name for reader in readers for name in names[reader] if name not in away]
+
 
 POLL_S = 0.1
 SEEN_EVERY_S = 2.0
@@ -30,8 +207,8 @@ _CRASH_TIMEOUT_S = 5.0
 class Watcher(Protocol):
     """Shows a run to whoever started it."""
 
-    def event(self, role: str, text: str) -> None:
-        """A role changed its state."""
+    def event(self, role: str, text: str, kind: str = "note") -> None:
+        """Something happened; `EventRow` has the kinds."""
 
     def show(self, rows: Sequence[Row], roles: Sequence[RoleRow], note: str) -> None:
         """The state of things, several times a second."""
@@ -79,9 +256,6 @@ class Supervisor:
         self._pids: dict[str, int | None] = {}
         self._told: dict[str, RoleRow] = {}
         self._seen = 0.0
-        self._alarmed: set[Callable[[Row], str]] = set()
-        self._dropped = 0
-        """Groups dropped by the grader when that was last reported."""
         self._fleet = Fleet({role.name: RoleState() for role in roles}, rules)
 
     def run(self) -> Outcome:
@@ -98,10 +272,17 @@ class Supervisor:
                 # Looked at after the exits and handled before them: a worker ends because the last
                 # step has its rollouts, so by then the file that says so is there.
                 self._fleet.reached(self._progress.poll())
-                self._interrupt()
+                for _ in range(self._session.stop_requests() - self._stops_handled):
+                    self._stops_handled += 1
+                    self._handle(self._fleet.interrupted)
                 self._take()
                 for name, look in looks.items():
-                    self._take_look(name, look)
+                    code, self._pids[name] = look.exit_code, look.pid
+                    if code is not None:
+                        self._started.discard(name)
+                        self._handle(partial(self._fleet.exited, name, code), {name: code})
+                    elif look.ready and self._fleet.roles[name].state is State.STARTING:
+                        self._handle(partial(self._fleet.ready, name))
                 self._handle(self._fleet.tick)
                 self._answer()
                 self._report()
@@ -113,20 +294,6 @@ class Supervisor:
         assert outcome is not None, "a fleet is done only by an outcome"
         return outcome
 
-    def _take_look(self, name: str, look: Look) -> None:
-        code, self._pids[name] = look.exit_code, look.pid
-        if code is not None:
-            self._started.discard(name)
-            self._handle(partial(self._fleet.exited, name, code), {name: code})
-        elif look.ready and self._fleet.roles[name].state is State.STARTING:
-            self._handle(partial(self._fleet.ready, name))
-
-    def _interrupt(self) -> None:
-        new = self._session.stop_requests() - self._stops_handled
-        self._stops_handled += new
-        for _ in range(new):
-            self._handle(self._fleet.interrupted)
-
     def _take(self) -> None:
         """Decides on new requests; each gets an answer, and no error ends the run."""
         for request in self._session.state.asked():
@@ -135,12 +302,13 @@ class Supervisor:
             except UserError as error:
                 self._session.state.answer(request.id, "refused", str(error))
                 continue
-            self._specs |= {name: taken.roles[name] for name in self._specs & taken.roles.keys()}
             self._open[request] = ""
-            if taken.change is None:
+            if taken is None:
                 self._handle(self._fleet.paused)
-            else:
-                self._fleet.changed(taken.change)
+                continue
+            change, roles = taken
+            self._specs |= {name: roles[name] for name in self._specs & roles.keys()}
+            self._fleet.changed(change)
 
     def _answer(self) -> None:
         """Writes the progress and the outcome of open requests into their rows."""
@@ -171,21 +339,19 @@ class Supervisor:
         self, happened: Callable[[float], list[Action]], exits: Mapping[str, int] | None = None
     ) -> None:
         before = {name: role.state for name, role in self._fleet.roles.items()}
+        processes = self._session.processes
         for action in happened(time.monotonic()):
-            self._act(action)
-        for name, role in self._fleet.roles.items():
-            if role.state is not before[name]:
+            role = action.role
+            if action.do == "start":
+                self._session.state.storage(partial(processes.start, self._specs[role]))
+                self._started.add(role)
+                self._pids[role] = processes.look(role).pid
+            else:
+                processes.stop(role, signal.SIGTERM if action.do == "stop" else signal.SIGKILL)
+        for name, state in self._fleet.roles.items():
+            if state.state is not before[name]:
                 # One role's end can stop the others too: the exit code is its own.
-                self._tell(name, role, (exits or {}).get(name))
-
-    def _act(self, action: Action) -> None:
-        processes, role = self._session.processes, action.role
-        if action.do == "start":
-            self._session.state.storage(partial(processes.start, self._specs[role]))
-            self._started.add(role)
-            self._pids[role] = processes.look(role).pid
-        else:
-            processes.stop(role, signal.SIGTERM if action.do == "stop" else signal.SIGKILL)
+                self._tell(name, state, (exits or {}).get(name))
 
     def _tell(self, name: str, role: RoleState, code: int | None) -> None:
         pid = self._pids.get(name) if name in self._started else None
@@ -199,38 +365,21 @@ class Supervisor:
             error = last_error(self._session.logs / f"{name}.log")
             text += f": {error.thing}" if error else ""
         if not self._fleet.keeps_dying(name):
-            self._event(name, text)
+            self._event(name, text, "state", code)
 
-    def _event(self, name: str, text: str) -> None:
-        self._session.state.add_event(name, text)
-        self._session.watcher.event(name, text)
+    def _event(self, name: str, text: str, kind: str, code: int | None = None) -> None:
+        self._session.state.add_event(name, text, kind, code)
+        self._session.watcher.event(name, text, kind)
 
     def _report(self) -> None:
         now = time.monotonic()
         if now - self._seen >= SEEN_EVERY_S or self._fleet.done:
             self._session.state.seen()
             self._seen = now
-        self._alarm()
+        for name, text, kind in self._progress.news():
+            self._event(name, text, kind)
         roles = list(self._told.values())
         self._session.watcher.show(self._progress.rows, roles, self._progress.note)
-
-    def _alarm(self) -> None:
-        """Records an event for an alarm of the newest step, once until the alarm is over.
-
-        Records one for each new evaluation, and one for groups that the grader dropped whenever
-        their number has doubled.
-        """
-        for alarm in (alarm_text, unsolved_text):
-            text = alarm(self._progress.rows[-1]) if self._progress.rows else ""
-            if text and alarm not in self._alarmed:
-                self._event("learner", text)
-            (self._alarmed.add if text else self._alarmed.discard)(alarm)
-        for line in self._progress.evaluated.lines() if self._progress.evaluated else ():
-            self._event("evaluator", line)
-        groups, newest = self._progress.dropped
-        if groups >= max(1, 2 * self._dropped):
-            self._event("coordinator", dropped_text(groups, newest))
-            self._dropped = groups
 
 
 def _describe(role: RoleState, pid: int | None, code: int | None, *, needed: bool) -> str:

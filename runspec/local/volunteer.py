@@ -1,25 +1,163 @@
-"""A volunteer's worker process: starts it, keeps its log, shows its warnings, ends it in order."""
+"""A volunteer's machine: which pools of a run it can serve, and its worker process.
+
+A worker is one replica of a pool. What a pool needs is compared with `Facts`, what was seen of the
+machine.
+"""
 
 from __future__ import annotations
 
 import os
-import queue
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from runspec.core.address import JoinLink
+from runspec.core.distribution import Kind, extra_of, install_command
 from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.hardware import device_count
+from runspec.core.models.memory import MEMORY_UTILIZATION
 from runspec.core.process import SUPERVISOR
-from runspec.core.spec.schema import SamplerPool
-from runspec.local.cores import thread_limits, vllm_environment
+from runspec.core.spec.plugins import missing_plugins
+from runspec.core.spec.schema import RunSpec, SamplerPool
+from runspec.estimate.broadcast import version_size
+from runspec.estimate.sampler import sampler_memory
+from runspec.local.formatting import reported, size
+from runspec.local.machine import BUILDS, Facts, devices_here, thread_limits, vllm_environment
+from runspec.local.preflight import ROLE_MODULES, Missing
+
+ROOM_BYTES = 1 << 30
+"""Disk for the log, and the engine's own files."""
+STORED_VERSIONS = 3
+"""The version that is sampled from, the newest, and one on its way."""
+
+
+def lacks(
+    pool: SamplerPool,
+    spec: RunSpec,
+    config: ModelConfig | None,
+    facts: Facts,
+    folder: Path,
+    data_bytes: int = 0,
+) -> list[Missing]:
+    """Return what the machine lacks to serve a pool; empty where it can.
+
+    Args:
+        pool, spec: of the run.
+        config: the model's shape; None where nothing here knows it: then its size is not checked.
+        facts: of the machine.
+        folder: where the versions will lie.
+        data_bytes: of the problems' files that are still to be fetched.
+    """
+    found = [*_devices(pool, facts), *_build(pool, facts)]
+    found += [Missing(each.path, str(each), each.remedy) for each in missing_plugins(spec)]
+    if config is None:
+        return found
+    found += _memory(pool, spec, config, facts)
+    free = facts.free_bytes(folder.absolute())
+    needed = STORED_VERSIONS * version_size(spec, config).whole + data_bytes + ROOM_BYTES
+    if needed > free:
+        thing = f"{size(needed)} of disk for {STORED_VERSIONS} versions and the data"
+        remedy = "free some, or name a directory on another disk"
+        found.append(Missing("--dir", f"{thing}; {size(free)} free", remedy))
+    return found
+
+
+def open_pools(spec: RunSpec) -> list[SamplerPool]:
+    """The pools that a machine may ask for without an invite and without a key of the run's own.
+
+    Raises:
+        UserError: there are none.
+    """
+    pools = [pool for pool in spec.samplers if pool.trust == "untrusted"]
+    if not pools:
+        raise UserError(
+            "every pool of the run is trusted: those take only invited keys, and the run's own",
+            place="join",
+            remedy="ask for a link with an invite; with a key of the run's own, give --pool",
+        )
+    return pools
+
+
+def choose_pool(found: Mapping[str, Sequence[Missing]], asked: str | None) -> str:
+    """The first pool that the machine fits, or the one that was asked for.
+
+    Args:
+        found: `lacks` of each pool, in the order of the spec.
+        asked: `--pool`.
+
+    Raises:
+        UserError: it fits none, or not that one; the message names what is missing.
+    """
+    if asked is not None and asked not in found:
+        raise UserError(
+            f"no sampler pool {asked!r}", place="--pool", remedy=f"the spec has: {', '.join(found)}"
+        )
+    wanted = [asked] if asked is not None else list(found)
+    for name in wanted:
+        if not found[name]:
+            return name
+    lines = [
+        f"{missing.path}: {missing.thing}" + (f" ({missing.remedy})" if missing.remedy else "")
+        for name in wanted
+        for missing in found[name]
+    ]
+    raise UserError(
+        "this machine fits no pool of the run:\n  " + "\n  ".join(lines),
+        place="join",
+        remedy="mend one of these, or join a run with a pool for such a machine",
+    )
+
+
+def _devices(pool: SamplerPool, facts: Facts) -> Iterator[Missing]:
+    kind, path = pool.hardware.kind, f"samplers.{pool.name}.hardware"
+    if kind == "cpu":
+        return
+    wanted = device_count(pool.hardware) or 1
+    here, unit = devices_here(pool.hardware, facts.gpus, facts.tpus)
+    if here < wanted:
+        others = f" (GPUs here: {', '.join(sorted(set(facts.gpus)))})" if facts.gpus else ""
+        have = f"this machine has {here or 'none'}{others}"
+        yield Missing(path, f"{wanted} {kind} {unit.split()[-1]} wanted, {have}")
+
+
+def _build(pool: SamplerPool, facts: Facts) -> Iterator[Missing]:
+    kind = pool.hardware.kind
+    where: Kind = "cpu" if kind == "cpu" else "tpu" if kind.startswith("tpu") else "cuda"
+    path = f"samplers.{pool.name}.engine"
+    install = install_command(extra_of("sampler", where))
+    if absent := [name for name in ROLE_MODULES["sampler"] if not facts.has_module(name)]:
+        yield Missing(path, f"Python packages not installed: {', '.join(absent)}", install)
+    elif BUILDS[where] not in facts.builds:
+        others = ", ".join(facts.builds) or "none that is known"
+        yield Missing(path, f"vLLM for {kind} is {BUILDS[where]}; installed: {others}", install)
+
+
+def _memory(
+    pool: SamplerPool, spec: RunSpec, config: ModelConfig, facts: Facts
+) -> Iterator[Missing]:
+    """Weights, activations, and keys and values of one sequence of full length."""
+    needed = sampler_memory(pool, spec, config)
+    sequence = needed.kv_token * needed.sequence_tokens
+    path = f"samplers.{pool.name}.max_model_len"
+    if pool.hardware.kind == "cpu":
+        wanted = needed.weights + needed.activations + (needed.room or 0.0)
+        have, where = facts.memory(), "main memory"
+    else:
+        wanted = (needed.weights + needed.activations + sequence) / MEMORY_UTILIZATION
+        have, where = facts.gpu_memory(), "memory of each GPU"
+    if have is not None and wanted > have:
+        yield Missing(
+            path,
+            f"{size(wanted)} of {where} for weights ({size(needed.weights)}), activations and keys "
+            f"and values of one sequence of {needed.sequence_tokens} tokens; {size(have)} here",
+        )
+
 
 LOG_FILE = "worker.log"
 LEAVE_S = 15.0
@@ -29,63 +167,51 @@ _LOGGED = re.compile(r"^\S+ \S+ ([A-Z]) (?:sampler )?\S+ (.*)$")
 _WORTH_TELLING = re.compile(r"version \d+ loaded|fetching|loading vLLM|the run is finished|stopped")
 
 
-@dataclass(frozen=True)
 class Worker:
-    """The arguments of a volunteer's worker."""
-
-    link: JoinLink
-    weights: Sequence[str]
-    """URLs of relays and origin."""
-    key: Path
-    folder: Path
-    """Keeps its versions, the problems' files and its log."""
-    pool: SamplerPool
-
-    def command(self) -> list[str]:
-        return [
-            *(sys.executable, "-m", "sampler", "work"),
-            *("--run", self.link.run or "", "--coordinator", self.link.coordinator),
-            *(option for url in self.weights for option in ("--weights", url)),
-            *("--public-key", self.link.root or "", "--key", str(self.key)),
-            *("--dir", str(self.folder), "--pool", self.pool.name),
-        ]
-
-    def environment(self, inherited: Mapping[str, str], cores: Sequence[int]) -> dict[str, str]:
-        on_cpu = self.pool.hardware.kind == "cpu"
-        engine = vllm_environment(cores, on_cpu=on_cpu, tensor=self.pool.parallel.tensor)
-        return {**inherited, **thread_limits(cores), **engine, SUPERVISOR: str(os.getpid())}
-
-
-class Running:
-    """A worker process, and the lines of its log that are shown to the volunteer.
+    """A worker process, the lines of its log that the volunteer is shown, and its end.
 
     Args:
-        worker: what to start.
+        link: of the run.
+        weights: URLs of relays and origin.
+        key: file of the volunteer's key.
+        folder: keeps its versions, the problems' files and its log.
+        pool: that it serves.
         cores: that it may use.
+        tell: called with each line for the volunteer, without time and role, from a thread.
 
     Raises:
         UserError: its log cannot be written.
     """
 
-    def __init__(self, worker: Worker, cores: Sequence[int]) -> None:
-        path = worker.folder / LOG_FILE
-        try:
-            worker.folder.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self,
+        link: JoinLink,
+        weights: Sequence[str],
+        key: Path,
+        folder: Path,
+        pool: SamplerPool,
+        cores: Sequence[int],
+        tell: Callable[[str], None],
+    ) -> None:
+        path = folder / LOG_FILE
+        remedy = "free disk space, mend the permissions, or name another --dir"
+        with reported("cannot write the worker's log", path, remedy, OSError):
             self._log = path.open("ab", buffering=0)
-        except OSError as error:
-            raise UserError(
-                f"cannot write the worker's log: {error.strerror or error}",
-                place=str(path),
-                remedy="free disk space, mend the permissions, or name another --dir",
-            ) from error
-        self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """Lines for the volunteer, without time and role."""
+        self._tell = tell
         self.last_error = ""
         """The last error that it logged."""
+        on_cpu, tensor = pool.hardware.kind == "cpu", pool.parallel.tensor
+        environment = thread_limits(cores) | vllm_environment(cores, on_cpu=on_cpu, tensor=tensor)
         # In a session of its own, so that a Ctrl-C in the terminal reaches it only through us.
         self._process = subprocess.Popen(
-            worker.command(),
-            env=worker.environment(os.environ, cores),
+            [
+                *(sys.executable, "-m", "sampler", "work"),
+                *("--run", link.run or "", "--coordinator", link.coordinator),
+                *(option for url in weights for option in ("--weights", url)),
+                *("--public-key", link.root or "", "--key", str(key)),
+                *("--dir", str(folder), "--pool", pool.name),
+            ],
+            env={**os.environ, **environment, SUPERVISOR: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -120,19 +246,15 @@ class Running:
         self._process.wait()
 
     def _read(self) -> None:
-        output: IO[bytes] | None = self._process.stdout
-        assert output is not None
-        for line in output:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
             with suppress(OSError):  # a full disk: what matters is told below
                 self._log.write(line)
-            self._tell(line.decode(errors="replace").rstrip("\n"))
-
-    def _tell(self, line: str) -> None:
-        found = _LOGGED.match(line)
-        if found is None:
-            return
-        level, message = found.groups()
-        if level in "EC":
-            self.last_error = message
-        if level in "WEC" or _WORTH_TELLING.match(message):
-            self.told.put(message)
+            found = _LOGGED.match(line.decode(errors="replace").rstrip("\n"))
+            if found is None:
+                continue
+            level, message = found.groups()
+            if level in "EC":
+                self.last_error = message
+            if level in "WEC" or _WORTH_TELLING.match(message):
+                self._tell(message)

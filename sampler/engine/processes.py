@@ -64,7 +64,7 @@ _LIBRARIES = (
 """Libraries that vLLM preloads in an engine core on CPUs: package, and pattern in it."""
 _PRELOAD = "LD_PRELOAD"
 _ON_CPUS = "VLLM_CPU_OMP_THREADS_BIND"
-"""What `runspec.local.cores.vllm_environment` sets for pools on CPUs only."""
+"""What `runspec.local.machine.vllm_environment` sets for pools on CPUs only."""
 _RESTARTED = "RUNSPEC_LD_PRELOAD"
 """Hands the program's own `LD_PRELOAD` through `restart_with_libraries`."""
 _SERVER: Any = forkserver._forkserver

@@ -51,7 +51,7 @@ MAX_CHARS = 1000
 _TRACES = 8
 _SPEC_PATHS = ("data.", "model", "reward", "samplers", "warm_start")
 _log = logging.getLogger(__name__)
-"""`runspec.local.problems` shows the lines of this log as progress."""
+"""`runspec.local.planning` shows the lines of this log as progress."""
 
 
 @dataclass

@@ -34,12 +34,11 @@ from runspec.core.models.config import read_config
 from runspec.core.spec.load import SpecFiles
 from runspec.core.tokenizer_files import ChatTemplate, tokenizer_of
 from runspec.lint.check import check_spec
-from runspec.local.dashboard.page import exported_page
+from runspec.local.apply import SUMMARY_FILE, write_summary
+from runspec.local.dashboard.page import PageData, exported_page
 from runspec.local.dashboard.rollouts import Rollouts
 from runspec.local.dashboard.source import FolderSource
-from runspec.local.dashboard.view import RunView
-from runspec.local.export import published_version
-from runspec.local.report import SUMMARY_FILE, write_summary
+from runspec.local.model_folders import published_version
 from tests.attacks.strange import Refusing, judge
 from tests.runspec.cli.published import publish_run
 from tests.runspec.local.dashboard.made_run import MadeRun, Page, bytes_tokenizer
@@ -225,10 +224,10 @@ class TestPagesOfWhatStrangersSent:
         run, said = MadeRun(tmp_path), list[str]()
         run.add_steps(1)
 
-        def fails(self: RunView, read_s: float) -> None:
+        def fails(self: PageData, read_s: float) -> None:
             raise OverflowError("out of range")
 
-        monkeypatch.setattr(RunView, "refresh", fails)
+        monkeypatch.setattr(PageData, "refresh", fails)
         assert write_summary(run.dir, 1.0, said.append) is not None
         assert (run.dir / SUMMARY_FILE).exists() and not (run.dir / "report.html").exists()
         assert len(said) == 1 and "OverflowError: out of range" in said[0]
@@ -249,7 +248,7 @@ class TestPagesOfWhatStrangersSent:
         # given a rejected group that is too large for the page, which rejected ones come first in
         run = MadeRun(tmp_path, say=lambda step, group, n: "x" * (300_000 if step == 4 else 5))
         run.add_steps(6)
-        view = RunView(FolderSource(run.dir))
+        view = PageData(FolderSource(run.dir))
         view.refresh()
         (shown,) = Page(exported_page([view], 1_000_000)).data["runs"]
         _, rollouts = shown["rollouts"]

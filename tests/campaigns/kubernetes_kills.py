@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from runspec.local.metrics import read_rows
-from runspec.local.snapshot import look_at
+from runspec.local.run_view import look_at
 from tests.runspec.backends.cluster_run import on_cluster
 from tests.runspec.backends.fake_kubelet import Pod
 

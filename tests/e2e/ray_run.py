@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from runspec.local.children import EXIT_INTERRUPTED
+from runspec.local.backend import EXIT_INTERRUPTED
 from tests.e2e.ray_cluster import Cluster, Node
 from tests.harness import ROOT
 from tests.site_page import RAY, command_on

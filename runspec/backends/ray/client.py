@@ -24,8 +24,7 @@ from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
-from runspec.local.backend import Processes
-from runspec.local.children import StopSignals
+from runspec.local.backend import Processes, StopSignals
 from runspec.local.processes import PreparedRun
 from runspec.local.run_dir import note_site, run_directory
 

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import IO
 
 from runspec.core.errors import UserError
-from runspec.local.backend import AT_TRUNK, Look
+from runspec.local.backend import AT_TRUNK, Child, Look, start_child
 from runspec.local.bundle import decode_bundle, install
-from runspec.local.children import Child, start_child
 from runspec.local.endpoints import Endpoints, port_is_free
 from runspec.local.machine import this_machine
 from runspec.local.processes import PreparedRun, RoleSpec, role_specs

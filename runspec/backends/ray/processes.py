@@ -25,9 +25,9 @@ from runspec.core.spec.role_names import (
 from runspec.local.backend import Look
 from runspec.local.bundle import TRUNK_GROUP, make_bundles
 from runspec.local.endpoints import PORTS, address, save_endpoints
+from runspec.local.prepare import write_targets
 from runspec.local.processes import PreparedRun, RoleSpec, secret_values
 from runspec.local.site import groups_of, site_spec
-from runspec.local.targets import write_targets
 
 _FIRST_HOST = ("learner", *STAGES)
 """Have the accelerators of the learner's first host, one after the other."""

@@ -1,4 +1,4 @@
-"""The page as one HTML document: markup, style, scripts and, in an export, the data.
+"""A run's page: its data in sections, each with a revision, and the page as one HTML document.
 
 A run's texts are a model's words, and so hostile. They reach the page as JSON and are shown as text
 (`page/text.js`); the content security policy lets no script run but the page's own, by its digest.
@@ -10,13 +10,278 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
+from itertools import pairwise
 from string import Template
 from typing import Any
 
-from runspec.local.dashboard.rollouts import MAX_TOKENS
-from runspec.local.dashboard.view import RunView
+from runspec.core.errors import UserError
+from runspec.local.dashboard.rollouts import MAX_TOKENS, Rollouts
+from runspec.local.dashboard.source import Source
+from runspec.local.evaluations import SECTION, evaluation_plots, newest, result_line
+from runspec.local.formatting import duration, latency, number, per_second, share, summary_pairs
+from runspec.local.metrics import Row, end_figures, summarise, time_left_s
+from runspec.local.plots import Curve, Figure, figures
+from verify.coordinator.machine import events
+from verify.coordinator.machine.events import Event
+from verify.formats.evaluation import Evaluated
+
+MOST = 4000
+"""Newest spans that are kept of each source."""
+Span = tuple[str, float, float, str, str]
+"""Lane, start and end in seconds since the epoch, kind, label."""
+
+
+class Timeline:
+    """Spans of the newest work."""
+
+    def __init__(self) -> None:
+        self._spans: deque[Span] = deque(maxlen=MOST)
+        self._leases: dict[str, events.LeaseGranted] = {}
+        self._received: dict[str, tuple[float, int]] = {}
+        """When a submission came, and its step, by lease."""
+        self._opened: dict[int, float] = {}
+
+    def take(self, event: Event) -> None:
+        """Follow an event of the ledger."""
+        if isinstance(event, events.LeaseGranted):
+            self._leases[event.digest] = event
+        elif isinstance(event, events.SubmissionReceived):
+            self._lease_ended(event.lease, event.at, "sampling")
+        elif isinstance(event, events.LeaseExpired):
+            self._lease_ended(event.lease, event.at, "withheld")
+        elif isinstance(event, events.LeaseReleased):
+            self._leases.pop(event.lease, None)
+        elif isinstance(event, events.SubmissionJudged):
+            came, step = self._received.pop(event.lease, (event.at, 0))
+            label = f"step {step}: {'accepted' if event.accepted else event.reason}"
+            kind = "judging" if event.accepted else "rejected"
+            self._spans.append((f"validator {event.validator[:8]}", came, event.at, kind, label))
+        elif isinstance(event, events.NonceDrawn):
+            self._opened.setdefault(event.step, event.at)
+        elif isinstance(event, events.StepClosed):
+            opened = self._opened.pop(event.step, event.at)
+            label = f"step {event.step}: {len(event.trained)} groups"
+            self._spans.append(("coordinator", opened, event.at, "filling", label))
+        elif isinstance(event, events.VersionPublished):
+            label = f"version {event.version} is published"
+            self._spans.append(("publisher", event.at, event.at, "published", label))
+
+    def _lease_ended(self, digest: str, at: float, kind: str) -> None:
+        if (granted := self._leases.pop(digest, None)) is None:
+            return
+        lease = granted.lease
+        label = f"step {lease.step}: {lease.groups} groups by version {lease.version}"
+        lane = f"{lease.pool} {lease.worker[:8]}"
+        self._spans.append((lane, granted.at, at, kind, label))
+        if kind == "sampling":
+            self._received[digest] = at, lease.step
+
+    def spans(self, rows: Sequence[Row], evaluations: Iterable[Evaluated]) -> dict[str, Any]:
+        """Return the spans by lane, each in order of time, and the least time.
+
+        Args:
+            rows: metrics.jsonl, a row a step, in order.
+            evaluations: results of evaluations.
+        """
+        spans = [*_learner(rows[-MOST:]), *self._spans, *_evaluator(evaluations)]
+        lanes: dict[str, list[tuple[float, float, str, str]]] = {}
+        origin = min((start for _, start, *_ in spans), default=0.0)
+        for lane, start, end, kind, label in spans:
+            lanes.setdefault(lane, []).append(
+                (round(start - origin, 2), round(max(end, start) - origin, 2), kind, label)
+            )
+        first = ("learner", "publisher", "coordinator")
+        rank = {lane: first.index(lane) if lane in first else len(first) for lane in lanes}
+        ordered = sorted(lanes, key=lambda lane: (rank[lane], lane))
+        return {"origin": origin, "lanes": [[lane, sorted(lanes[lane])] for lane in ordered]}
+
+
+def _learner(rows: Sequence[Row]) -> Iterable[Span]:
+    """Yield a step's waits, then its work; within a step their order is not recorded."""
+    for row in rows:
+        end, worked = row.get("time"), row.get("train_s") or 0.0
+        if not isinstance(end, int | float):
+            continue
+        step = f"step {row['step']}"
+        waits = {whom: s for whom, s in (row.get("waits") or {}).items() if s}
+        at = end - worked - sum(waits.values())
+        for whom, seconds in waits.items():
+            yield "learner", at, at + seconds, "waiting", f"{step}: waits for the {whom}"
+            at += seconds
+        yield "learner", end - worked, end, "training", f"{step}: trains"
+
+
+def _evaluator(evaluations: Iterable[Evaluated]) -> Iterable[Span]:
+    for each in (each for each in evaluations if each.wall_s > 0.0):  # others are the learner's
+        label = f"{each.evaluation} of version {each.version}, {each.cpu_s:.1f} s of processors"
+        yield "evaluator", each.finished - each.wall_s, each.finished, "evaluating", label
+
+
+MAX_POINTS = 1000
+"""Points of a curve; those of longer runs are means of neighbours."""
+SECTIONS = ("head", "figures", "timeline")
+READ_S = 1.0
+_UNKNOWN: dict[str, Any] = {"reason": "", "waiting_for": None, "crowd": None}
+_UNKNOWN |= {key: [] for key in ("conditions", "roles", "events", "workers", "validators")}
+_UNKNOWN |= {"weights_bytes_sent": 0, "shares_bytes_sent": 0}
+"""What a source may leave out of a run's head."""
+
+
+class PageData:
+    """A run, brought up to date by `refresh`; answers are ready at once.
+
+    Args:
+        source: of the run.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.name = source, source.spec.name
+        self.rollouts = Rollouts(source)
+        self._timeline, self._seq = Timeline(), 0
+        self._sections = dict.fromkeys(SECTIONS, (0, "null"))
+        """Revision and JSON by section."""
+        self._rows: Sequence[Row] = []
+        self._results: Sequence[Evaluated] = []
+        """What the figures are of."""
+        self.trouble = ""
+        """Why the run cannot be read now; empty if it can."""
+
+    def refresh(self, read_s: float = READ_S) -> None:
+        """Read what is new. A run that cannot be read now keeps what was read."""
+        try:
+            self._follow(read_s)
+            self.trouble = ""
+        except UserError as error:
+            self.trouble = f"{error.place}: {error.thing}"
+
+    def _follow(self, read_s: float) -> None:
+        for seq, event in self.source.events(self._seq):
+            self._timeline.take(event)
+            self.rollouts.take(event)
+            self._seq = seq
+        self.rollouts.read(read_s)
+        spec, rows, results = self.source.spec, self.source.rows(), self.source.evaluations()
+        now = {**_UNKNOWN, **self.source.head()}
+        sent = {key: now.pop(key) for key in ("weights_bytes_sent", "shares_bytes_sent")}
+        summary = summarise(rows, wall_s=now["wall_s"], **sent) if rows else None
+        head = {
+            "name": self.name,
+            "kind": spec.algorithm.kind,
+            "steps": spec.steps,
+            "step": int(rows[-1]["step"]) + 1 if rows else 0,
+            "left_s": time_left_s(rows, spec.steps),
+            "work": work_line(summary) if summary else "",
+            "ends": end_figures(summary) if summary else [],
+            "facts": facts(summary) if summary else [],
+            "evaluations": [f"{n}, {result_line(r)}" for n, r in newest(results).items()],
+            **now,
+        }
+        self._set("head", head)
+        if rows is not self._rows or results != self._results:
+            self._rows, self._results = rows, results
+            plots = {SECTION: evaluation_plots(results)} if results else {}
+            plots |= figures(rows)
+            self._set("figures", {title: [*map(plain_figure, of)] for title, of in plots.items()})
+        self._set("timeline", self._timeline.spans(rows, results))
+
+    def _set(self, name: str, value: Any) -> None:
+        text, (revision, before) = json.dumps(value, separators=(",", ":")), self._sections[name]
+        if text != before:
+            self._sections[name] = revision + 1, text
+
+    def answer(self, known: Mapping[str, int]) -> str:
+        """Return a JSON object of what changed: sections as [revision, value].
+
+        Args:
+            known: revision by section that the page has.
+        """
+        parts = [f'"trouble":{json.dumps(self.trouble)}']
+        for name, (revision, text) in self._sections.items():
+            if revision > known.get(name, 0):
+                parts.append(f'"{name}":[{revision},{text}]')
+        since = known.get("rollouts", -1)
+        if since < self.rollouts.revision:
+            changes = self.rollouts.changes(since)
+            text = json.dumps(changes, separators=(",", ":"))
+            parts.append(f'"rollouts":[{changes["revision"]},{text}]')
+        return "{" + ",".join(parts) + "}"
+
+
+def work_line(summary: Mapping[str, Any]) -> str:
+    """Return what the run has done, as one sentence.
+
+    Args:
+        summary: as `metrics.summarise` makes it.
+    """
+    if "tokens" in summary:
+        work = f"{summary['tokens']:,} tokens, {number(summary['epoch'])} epochs"
+    else:
+        work = f"{summary['rollouts_accepted']:,} rollouts accepted, "
+        work += f"{summary['rollouts_rejected']:,} rejected"
+    return f"{summary['steps']} steps in {duration(summary['wall_s'])}, {work}."
+
+
+def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return name and value of the figures of a summary that are no curve's ends."""
+    if "tokens" in summary:
+        of_kind = [
+            ("Trained tokens", f"{summary['trained_tokens']:,}"),
+            ("Padding", share(summary["padding_share"])),
+            ("Learner waited for input", share(summary["input_wait_share"])),
+        ]
+    else:
+        of_kind = [
+            ("Mean lag", number(summary["mean_lag"])),
+            ("Largest lag", number(summary["max_lag"])),
+            ("Samplers busy", share(summary["sampler_busy_fraction"])),
+            ("Submission to verdict, p50 / p99 of a step", " / ".join(latency(summary, "verdict"))),
+            ("Submission to batch, p50 / p99 of a step", " / ".join(latency(summary, "manifest"))),
+        ]
+    return [
+        *of_kind,
+        ("Learner busy", share(summary["learner_busy_fraction"])),
+        ("Learner, real tokens/s", per_second(summary["learner_tokens_per_s"])),
+        ("Learner, MFU", share(summary["mfu"])),
+        ("Updates skipped", number(summary["skipped_updates"])),
+        ("Weights sent", f"{summary['weights_bytes_sent'] / 1e6:,.1f} MB"),
+        *(summary_pairs(summary["islands"]) if summary["islands"] else ()),
+    ]
+
+
+def plain_figure(figure: Figure) -> dict[str, Any]:
+    """Return a figure as plain data for the page."""
+    return {
+        "title": figure.title,
+        "caption": figure.caption,
+        "bottom": figure.bottom,
+        "top": figure.top,
+        "levels": list(figure.levels),
+        "log": figure.log,
+        "curves": [_curve(curve) for curve in figure.curves],
+    }
+
+
+def _curve(curve: Curve) -> dict[str, Any]:
+    points = curve.points
+    if len(points) > MAX_POINTS:  # each is the mean of its share of neighbours, at the last x
+        edges = [i * len(points) // MAX_POINTS for i in range(MAX_POINTS + 1)]
+        parts = [points[a:b] for a, b in pairwise(edges)]
+        points = [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
+    return {
+        "label": curve.label,
+        "x": [x for x, _ in points],
+        "y": [_rounded(y) for _, y in points],
+        "averaged": curve.averaged,
+        "band": [[x, _rounded(low), _rounded(high)] for x, low, high in curve.band],
+    }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")
+
 
 MAX_EXPORT_BYTES = 20_000_000
 SCRIPTS = (
@@ -42,7 +307,7 @@ def live_page(names: Sequence[str]) -> str:
     return _page(" and ".join(names), json.dumps({"live": True, "names": list(names)}), "'self'")
 
 
-def exported_page(views: Sequence[RunView], most: int = MAX_EXPORT_BYTES) -> str:
+def exported_page(views: Sequence[PageData], most: int = MAX_EXPORT_BYTES) -> str:
     """Return a page that holds all of its data.
 
     Args:
@@ -53,7 +318,9 @@ def exported_page(views: Sequence[RunView], most: int = MAX_EXPORT_BYTES) -> str
         UserError: a file cannot be read.
     """
     frame = len(_page("", "", "'none'").encode()) + _ROOM
-    runs = [_run(view) for view in views]
+    # All but the rollouts, of which the ones that fit are added.
+    known = [dict.fromkeys(("rollouts",), view.rollouts.revision) for view in views]
+    runs = [json.loads(view.answer(at)) for view, at in zip(views, known, strict=True)]
     left = most - frame - sum(len(_json(run).encode()) for run in runs)
     for view, run in zip(views, runs, strict=True):
         _add_rollouts(view, run, left // len(views))
@@ -61,12 +328,7 @@ def exported_page(views: Sequence[RunView], most: int = MAX_EXPORT_BYTES) -> str
     return _page(" and ".join(view.name for view in views), data, "'none'")
 
 
-def _run(view: RunView) -> dict[str, Any]:
-    """Return what `RunView.answer` does at first, without rollouts."""
-    return json.loads(view.answer(dict.fromkeys(("rollouts",), view.rollouts.revision)))
-
-
-def _add_rollouts(view: RunView, run: dict[str, Any], room: int) -> None:
+def _add_rollouts(view: PageData, run: dict[str, Any], room: int) -> None:
     """Add rollouts to a run's data while there is room and time: whole groups, the rejected ones
     first, then the newest and the oldest steps in turn. A group that does not fit is left out."""
     deadline = time.monotonic() + MAX_DECODING_S
@@ -111,7 +373,8 @@ def _json(value: object) -> str:
 
 def _page(title: str, data: str, connect: str) -> str:
     scripts = [_file(name) for name in SCRIPTS]
-    digests = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    hashes = (hashlib.sha256(script.encode()).digest() for script in scripts)
+    digests = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in hashes)
     policy = (
         f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; "
         f"img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
@@ -123,10 +386,6 @@ def _page(title: str, data: str, connect: str) -> str:
         data=data.replace("<", "\\u003c"),
         scripts="".join(f"<script>{script}</script>\n" for script in scripts),
     )
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _file(name: str) -> str:

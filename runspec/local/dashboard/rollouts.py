@@ -15,13 +15,8 @@ from tokenizers import Tokenizer
 
 from runspec.core.errors import UserError
 from runspec.local.dashboard.source import Source
-from verify.coordinator.machine.events import (
-    Event,
-    LeaseGranted,
-    RolledBack,
-    StepClosed,
-    SubmissionJudged,
-)
+from verify.coordinator.machine import events
+from verify.coordinator.machine.events import Event
 from verify.formats.lease import Lease
 from verify.formats.submission import (
     Rollout,
@@ -129,22 +124,28 @@ class Rollouts:
     def take(self, event: Event) -> None:
         """Follow an event of the ledger."""
         with self._lock:
-            if isinstance(event, LeaseGranted):
+            if isinstance(event, events.LeaseGranted):
                 self._leases[event.digest] = event.lease
-            elif isinstance(event, SubmissionJudged) and event.lease in self._leases:
-                self._judge(event, self._leases.pop(event.lease))
-            elif isinstance(event, StepClosed):
+            elif isinstance(event, events.SubmissionJudged) and event.lease in self._leases:
+                lease = self._leases.pop(event.lease)
+                outcomes = {grade.group: _OF_GRADE[grade.outcome] for grade in event.groups}
+                reason = "" if event.accepted else event.reason or "rejected"
+                judged = _Submission(lease, event.submission, outcomes, reason)
+                self._submissions[event.lease] = judged
+                self._unread.append(event.lease)
+                self.judged += lease.groups * self._source.spec.grpo.group_size
+            elif isinstance(event, events.StepClosed):
                 for trained in event.trained:
                     self._train(trained.lease, trained.group)
-            elif isinstance(event, RolledBack):
-                self._forget(event.version)
-
-    def _judge(self, event: SubmissionJudged, lease: Lease) -> None:
-        outcomes = {grade.group: _OF_GRADE[grade.outcome] for grade in event.groups}
-        reason = "" if event.accepted else event.reason or "rejected"
-        self._submissions[event.lease] = _Submission(lease, event.submission, outcomes, reason)
-        self._unread.append(event.lease)
-        self.judged += lease.groups * self._source.spec.grpo.group_size
+            elif isinstance(event, events.RolledBack):  # forget what it took back
+                self.revision += 1
+                for lease_digest, submission in list(self._submissions.items()):
+                    if submission.lease.step >= event.version:
+                        for each, _ in submission.ids:
+                            self._remove(each)
+                        del self._submissions[lease_digest]
+                self._unread = [lease for lease in self._unread if lease in self._submissions]
+                self._leases.clear()
 
     def _train(self, lease: str, group: int) -> None:
         if (submission := self._submissions.get(lease)) is None:
@@ -157,17 +158,6 @@ class Rollouts:
             self._listed[each][_OUTCOME] = "trained"
             self._changed[each] = self.revision
 
-    def _forget(self, version: int) -> None:
-        """Forget what a rollback took back."""
-        self.revision += 1
-        for lease, submission in list(self._submissions.items()):
-            if submission.lease.step >= version:
-                for each, _ in submission.ids:
-                    self._remove(each)
-                del self._submissions[lease]
-        self._unread = [lease for lease in self._unread if lease in self._submissions]
-        self._leases.clear()
-
     def _remove(self, each: int) -> None:
         if each in self._listed:
             self._removed.append((self.revision, each))
@@ -178,11 +168,13 @@ class Rollouts:
         """Read files of submissions, the newest first, for about so many seconds."""
         deadline = time.monotonic() + budget_s
         while self._unread and time.monotonic() < deadline:
-            if len(self._listed) >= self._most and self._is_full_of_newer():
-                self._unread.clear()
-                return
             lease = self._unread.pop()
             submission = self._submissions[lease]
+            if len(self._listed) >= self._most:
+                listed = (self._submissions[of].lease.step for of, _ in self._of.values())
+                if submission.lease.step < min(listed):  # all that are listed are newer
+                    self._unread.clear()
+                    return
             try:
                 read = self._open(submission.lease.step, submission.digest)
             except (UserError, MalformedTable):
@@ -191,10 +183,6 @@ class Rollouts:
             texts = [self._searched(rollout) for rollout, _ in read]
             with self._lock:
                 self._add(lease, submission, read, texts)
-
-    def _is_full_of_newer(self) -> bool:
-        oldest = min(self._submissions[lease].lease.step for lease, _ in self._of.values())
-        return self._submissions[self._unread[-1]].lease.step < oldest
 
     def _open(self, step: int, digest: str) -> list[tuple[Rollout, RolloutVerdict]]:
         rollouts = decode_rollouts(
@@ -225,7 +213,8 @@ class Rollouts:
                 *(rollout.worker[:8], rollout.version, verdict.target, len(rollout.output_tokens)),
                 *(_short(verdict.task_reward), _short(verdict.length_penalty)),
                 *(_short(verdict.reward), _short(advantages[row]), _short(verdict.logprob_diff)),
-                *(submission.outcome(rollout.group), _failed(verdict)),
+                submission.outcome(rollout.group),
+                next((check.name for check in verdict.checks if not check.passed), None),
             ]
             self._changed[each], self._texts[each] = self.revision, texts[row]
             self._of[each] = lease, row
@@ -294,33 +283,27 @@ class Rollouts:
         }
 
     def _searched(self, rollout: Rollout) -> str:
-        parts = (
-            rollout.problem_id,
-            *map(self._ends, (rollout.prompt_tokens, rollout.output_tokens)),
-        )
+        parts = [rollout.problem_id]
+        for tokens in (rollout.prompt_tokens, rollout.output_tokens):
+            whole = len(tokens) <= 2 * _SEARCHED_TOKENS
+            ends = (tokens,) if whole else (tokens[:_SEARCHED_TOKENS], tokens[-_SEARCHED_TOKENS:])
+            parts += map(self._decoded, ends)
         return "\n".join(parts).lower()
-
-    def _ends(self, tokens: np.ndarray) -> str:
-        if len(tokens) <= 2 * _SEARCHED_TOKENS:
-            return self._decoded(tokens)
-        ends = tokens[:_SEARCHED_TOKENS], tokens[-_SEARCHED_TOKENS:]
-        return "\n".join(map(self._decoded, ends))
 
     def _decoded(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens; a worker may have sent some that are outside the vocabulary,
         which are shown as numbers."""
-        parts = []
-        for known, run in groupby(map(int, tokens), key=self._is_known):
-            alike = list(run)
-            parts.append(
-                self._words.decode(alike, skip_special_tokens=False)
-                if known
-                else "".join(f"<{token}>" for token in alike)
-            )
-        return "".join(parts)
+        words, parts = self._words, []
 
-    def _is_known(self, token: int) -> bool:
-        return token >= 0 and self._words.id_to_token(token) is not None
+        def is_known(token: int) -> bool:
+            return token >= 0 and words.id_to_token(token) is not None
+
+        for known, run in groupby(map(int, tokens), key=is_known):
+            if known:
+                parts.append(words.decode(list(run), skip_special_tokens=False))
+            else:
+                parts += [f"<{token}>" for token in run]
+        return "".join(parts)
 
     def _pieces(self, tokens: Sequence[int]) -> list[str]:
         """Return each token's part of the text; the last token of a split character has it.
@@ -345,10 +328,6 @@ class Rollouts:
         if self._tokenizer is None:
             self._tokenizer = self._source.tokenizer()
         return self._tokenizer
-
-
-def _failed(verdict: RolloutVerdict) -> str | None:
-    return next((check.name for check in verdict.checks if not check.passed), None)
 
 
 def _advantages(read: Iterable[tuple[Rollout, RolloutVerdict]]) -> list[float]:

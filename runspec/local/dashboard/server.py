@@ -20,8 +20,7 @@ from runspec.core.connection_limits import ConnectionLimits, Observer, answering
 from runspec.core.errors import UserError
 from runspec.core.http_server import serving, until
 from runspec.core.process import stop_event_of_loop
-from runspec.local.dashboard.page import live_page
-from runspec.local.dashboard.view import SECTIONS, RunView
+from runspec.local.dashboard.page import SECTIONS, PageData, live_page
 
 REFRESH_S = 2.0
 TOKEN = "Runspec-Token"  # noqa: S105 - a header's name
@@ -43,7 +42,7 @@ class Dashboard:
             machine as their host are answered, so that no other site's page can read.
     """
 
-    def __init__(self, views: Sequence[RunView], token: str | None) -> None:
+    def __init__(self, views: Sequence[PageData], token: str | None) -> None:
         self._views, self._token = views, token
 
     def application(self) -> web.Application:
@@ -64,19 +63,15 @@ class Dashboard:
         host = request.host.rpartition(":")[0] or request.host
         if self._token is None and host not in _HOSTS and request.host not in _HOSTS:
             raise web.HTTPForbidden(text="ask for localhost\n")
-        if request.path != "/" and not self._is_allowed(request.headers.get(TOKEN, "")):
+        given = request.headers.get(TOKEN, "").encode(errors="surrogateescape")
+        allowed = self._token is None or hmac.compare_digest(given, self._token.encode())
+        if request.path != "/" and not allowed:
             raise web.HTTPUnauthorized(text="a token is needed\n")
         answer = await handler(request)
         answer.headers["Cache-Control"] = "no-store"
         answer.headers["X-Content-Type-Options"] = "nosniff"
         answer.headers["Referrer-Policy"] = "no-referrer"
         return answer
-
-    def _is_allowed(self, given: str) -> bool:
-        wanted = self._token
-        if wanted is None:
-            return True
-        return hmac.compare_digest(given.encode(errors="surrogateescape"), wanted.encode())
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
         page = live_page([view.name for view in self._views])
@@ -86,7 +81,10 @@ class Dashboard:
         names = (*SECTIONS, "rollouts")
         known = {name: request.query.get(name, "") for name in names}
         numbers = {n: int(text) for n, text in known.items() if re.fullmatch(_NUMBER, text)}
-        return _answer(await asyncio.to_thread(self._run(request).answer, numbers))
+        text = await asyncio.to_thread(self._run(request).answer, numbers)
+        answer = web.Response(text=text, content_type="application/json")
+        answer.enable_compression()
+        return answer
 
     async def _search(self, request: web.Request) -> web.StreamResponse:
         words = request.query.get("q", "")[:MAX_QUERY]
@@ -104,21 +102,15 @@ class Dashboard:
         answer.enable_compression()
         return answer
 
-    def _run(self, request: web.Request) -> RunView:
+    def _run(self, request: web.Request) -> PageData:
         number = int(request.match_info["run"])
         if number >= len(self._views):
             raise web.HTTPNotFound(text="no such run\n")
         return self._views[number]
 
 
-def _answer(text: str) -> web.Response:
-    answer = web.Response(text=text, content_type="application/json")
-    answer.enable_compression()
-    return answer
-
-
 async def serve(
-    views: Sequence[RunView], host: str, port: int, tell: Callable[[str], None]
+    views: Sequence[PageData], host: str, port: int, tell: Callable[[str], None]
 ) -> None:
     """Serve until SIGINT or SIGTERM.
 
@@ -140,7 +132,7 @@ async def serve(
         await until(stop, _follow(views))
 
 
-async def _follow(views: Sequence[RunView]) -> None:
+async def _follow(views: Sequence[PageData]) -> None:
     """Bring the runs up to date, one after another, again and again."""
     while True:
         for view in views:

@@ -1,7 +1,12 @@
-"""Where a page reads a run: its directory, live or finished."""
+"""Where a page reads a run: its directory, live or finished, or its coordinator from elsewhere.
+
+A coordinator is asked with its own key; processes and events of roles stay on their machine.
+"""
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -11,30 +16,35 @@ from tokenizers import Tokenizer
 
 from broadcast.layout import stored_versions
 from runspec.core.canonical import MalformedJson, parse_object
-from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
+from runspec.core.keys import SigningKey
 from runspec.core.run_files import METRICS_FILE, initial_model, submission_files
+from runspec.core.signed import BadSignature
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
-from runspec.core.tokenizer_files import read_tokenizer
-from runspec.local.conditions import conditions
-from runspec.local.diagnosis import cause_lines, diagnose
+from runspec.core.tokenizer_files import MAX_TOKENIZER_BYTES, read_tokenizer, tokenizer_of
+from runspec.local.diagnosis import diagnose
 from runspec.local.endpoints import load_endpoints
 from runspec.local.evaluations import results_of
-from runspec.local.metrics import read_rows, shares_bytes_sent, weights_bytes_sent
-from runspec.local.progress import coordinator_status
-from runspec.local.snapshot import Snapshot, look_at
+from runspec.local.formatting import reported
+from runspec.local.metrics import bytes_sent, latest_by_step, objects, read_rows, served_bytes
+from runspec.local.run_view import look_at
+from verify.client import MAX_LIST_BYTES
 from verify.coordinator.handlers.workers import read_state, summary
 from verify.coordinator.ledger.ledger import BadRow, LedgerSnapshot, damaged, decode_event
 from verify.coordinator.ledger.store import NoLedger
 from verify.coordinator.machine.events import Event
-from verify.formats.evaluation import Evaluated
+from verify.coordinator_http import CoordinatorHttp, SubmissionRefused
+from verify.formats.evaluation import Evaluated, Figure
+from verify.formats.joining import MAX_SIGNED_SPEC_BYTES, open_spec
 from verify.formats.submission import largest_accepted_bytes
 from verify.formats.verdict import MAX_BYTES as MAX_VERDICT_BYTES
-from verify.formats.viewing import TOKENIZER_FILE
+from verify.formats.viewing import MAX_PIECE_BYTES, MAX_ROW_BYTES, TOKENIZER_FILE
 
 EVENTS = 40
 """Newest events of roles that the page shows."""
+OF_COORDINATOR = ("waiting_for", "workers", "crowd", "validators")
+"""Keys of a coordinator's status that a page shows."""
 Table = Literal["submission", "verdict"]
 
 
@@ -63,7 +73,7 @@ class Source(Protocol):
         """Return the run's tokenizer."""
 
     def head(self) -> dict[str, Any]:
-        """Return what is known of the run as a whole.
+        """Return what is known of the run as a whole; what is not may be left out.
 
         Keys: `state`, `reason`, `waiting_for`, `wall_s`, `weights_bytes_sent`,
         `shares_bytes_sent`, `published`, `diagnosis` (lines), `conditions`, `roles`, `events`,
@@ -110,28 +120,32 @@ class FolderSource:
 
     def table(self, kind: Table, step: int, submission: str) -> bytes:
         files = submission_files(self._run_dir, step, submission)
+        path, most = files.submission, largest_accepted_bytes(self.spec)
         if kind == "verdict":
-            return _read(files.verdict, MAX_VERDICT_BYTES)
-        return _read(files.submission, largest_accepted_bytes(self.spec))
+            path, most = files.verdict, MAX_VERDICT_BYTES
+        with reported("cannot be read", path, "it may have been removed", OSError):
+            return read_bounded(path, most)
 
     def tokenizer(self) -> Tokenizer:
         return read_tokenizer(initial_model(self._run_dir) / TOKENIZER_FILE)
 
     def head(self) -> dict[str, Any]:
         seen = look_at(self._run_dir, events=EVENTS)
-        status = self._status(seen)
+        status: Mapping[str, Any] = seen.coordinator
+        if not seen.alive:  # what the ledger says of workers
+            if self._workers[0] != seen.trained:
+                self._workers = seen.trained, summary(read_state(self._run_dir, self.spec))
+            status = self._workers[1]
         return {
             "state": seen.state,
             "reason": seen.reason,
-            "waiting_for": status.get("waiting_for"),
             "wall_s": seen.wall_s,
-            "weights_bytes_sent": weights_bytes_sent(self._run_dir),
-            "shares_bytes_sent": shares_bytes_sent(self._run_dir),
+            **bytes_sent(self._run_dir),
             "published": seen.published,
-            "diagnosis": [*cause_lines(diagnose(seen.spec, seen.rows, seen.dropped.by_grader))],
+            "diagnosis": [*map(str, seen.causes)],
             "conditions": [
                 [each.type, each.reason, each.message]
-                for each in conditions(seen)
+                for each in seen.conditions.values()
                 if each.status == "True"
             ],
             "roles": [
@@ -139,60 +153,128 @@ class FolderSource:
                 for role in seen.roles
             ],
             "events": [[event.time, event.role, event.text] for event in reversed(seen.events)],
-            "workers": status.get("workers", []),
-            "crowd": status.get("crowd"),
-            "validators": status.get("validators", []),
-            "servers": self._servers(seen),
+            **{key: status[key] for key in OF_COORDINATOR if key in status},
+            "servers": [*map(self._server, broadcast_tree(self.spec))],
         }
 
-    def _status(self, seen: Snapshot) -> Mapping[str, Any]:
-        """Return the coordinator's status; of a stopped run what its ledger says of workers."""
-        if seen.alive:
-            endpoints = load_endpoints(self._run_dir)
-            return coordinator_status(endpoints.coordinator) if endpoints else {}
-        if self._workers[0] != seen.trained:
-            self._workers = seen.trained, summary(read_state(self._run_dir, self.spec))
-        return self._workers[1]
-
-    def _servers(self, seen: Snapshot) -> list[dict[str, Any]]:
-        endpoints, found = load_endpoints(self._run_dir), []
+    def _server(self, known: dict[str, Any]) -> dict[str, Any]:
+        endpoints, store = load_endpoints(self._run_dir), self._run_dir / "store" / known["name"]
         urls = endpoints.all() if endpoints else {}
-        for role, upstream, url in broadcast_tree(self.spec):
-            store = self._run_dir / "store" / role
-            found.append(
-                {
-                    "name": role,
-                    "upstream": upstream,
-                    "url": urls.get(role, url),
-                    "versions": stored_versions(store, self.spec.name),
-                    "bytes_sent": _bytes_sent(store),
-                }
-            )
-        return found
+        return {
+            **known,
+            "url": urls.get(known["name"], known["url"]),
+            "versions": stored_versions(store, self.spec.name),
+            "bytes_sent": served_bytes(store),
+        }
 
 
-def broadcast_tree(spec: RunSpec) -> list[tuple[str, list[str], str]]:
-    """Return role, upstream roles and URL (empty if the spec has none) of origin and relays."""
-    tree: list[tuple[str, list[str], str]] = [("origin", [], spec.broadcast.origin.url or "")]
+def broadcast_tree(spec: RunSpec) -> list[dict[str, Any]]:
+    """Return origin and relays with what the spec says of them: upstream roles and URL."""
+    unknown: dict[str, Any] = {"versions": [], "bytes_sent": None}
+    tree = [{"name": "origin", "upstream": [], "url": spec.broadcast.origin.url or "", **unknown}]
     for relay in spec.broadcast.relays:
         upstream = [name if name == "origin" else f"relay-{name}" for name in relay.upstream]
-        tree.append((f"relay-{relay.name}", upstream, relay.url or ""))
+        known = {"name": f"relay-{relay.name}", "upstream": upstream, "url": relay.url or ""}
+        tree.append({**known, **unknown})
     return tree
 
 
-def _bytes_sent(store: Path) -> int | None:
-    try:
-        served = parse_object(read_bounded(store / "served.json", 4096), max_bytes=4096)
-    except (OSError, MalformedJson):
-        return None
-    sent = served.get("bytes")
-    return sent if isinstance(sent, int) else None
+DEADLINE_S = 10.0
+_MAX_STATUS_BYTES = 4 * 1024 * 1024
 
 
-def _read(path: Path, most: int) -> bytes:
-    try:
-        return read_bounded(path, most)
-    except OSError as error:
-        raise UserError(
-            f"cannot be read: {error.strerror}", place=str(path), remedy="it may have been removed"
-        ) from error
+class CoordinatorSource:
+    """Asks a coordinator; processes and events of roles stay on their machine.
+
+    Args:
+        url: URL such as http://127.0.0.1:29400.
+        key: the coordinator's own.
+
+    Raises:
+        UserError: from every method, if it cannot be reached or answers otherwise.
+    """
+
+    def __init__(self, url: str, key: SigningKey) -> None:
+        asking = CoordinatorHttp(url, key, run="", deadline_s=DEADLINE_S)
+        document = asking.call("GET", "/v1/spec", max_bytes=MAX_SIGNED_SPEC_BYTES).content
+        place = f"coordinator {url}"
+        remedy = "name this coordinator's own key with --key"
+        with reported("the spec is signed with another key", place, remedy, BadSignature):
+            self.spec = open_spec(document, coordinators=frozenset({key.public_hex}), place=place)
+        self._http = CoordinatorHttp(url, key, run=self.spec.name, deadline_s=DEADLINE_S)
+        self._metrics = bytearray()
+        """What was read of metrics.jsonl."""
+        self._rows: list[dict[str, Any]] = []
+
+    def rows(self) -> list[dict[str, Any]]:
+        while True:
+            try:
+                piece = self._get(f"/v1/view/metrics/{len(self._metrics)}", MAX_PIECE_BYTES)
+            except SubmissionRefused:  # it has become shorter: steps are trained again
+                self._metrics.clear()
+                continue
+            if piece:
+                self._metrics += piece
+                self._rows = latest_by_step(objects(bytes(self._metrics)))
+            if len(piece) < MAX_PIECE_BYTES:
+                return self._rows
+
+    def evaluations(self) -> list[Evaluated]:
+        """Return the figures of each result, without its problems."""
+        shown = self._object("/v1/evaluations", MAX_LIST_BYTES)["evaluations"]
+        found = [self._evaluated(each) for each in shown]
+        return sorted(found, key=lambda each: (each.evaluation, each.version))
+
+    def _evaluated(self, each: dict[str, Any]) -> Evaluated:
+        figures = {name: Figure(*figure) for name, figure in each["figures"].items()}
+        return Evaluated(
+            run=self.spec.name,
+            evaluation=each["evaluation"],
+            version=each["version"],
+            model_digest=None,
+            figures=figures,
+            faults=each["faults"],
+            problems=[],
+            finished=each["finished"],
+            wall_s=each["wall_s"],
+            cpu_s=each["cpu_s"],
+        )
+
+    def events(self, after: int) -> Iterator[tuple[int, Event]]:
+        while lines := self._get(f"/v1/view/ledger/{after}", MAX_ROW_BYTES).splitlines():
+            for line in lines:
+                try:
+                    after, kind, body = json.loads(line)
+                    event = decode_event(kind.encode(), body.encode())
+                except (ValueError, BadRow) as error:
+                    raise self._http.not_believed(error) from error
+                yield after, event
+
+    def table(self, kind: Table, step: int, submission: str) -> bytes:
+        most = MAX_VERDICT_BYTES if kind == "verdict" else largest_accepted_bytes(self.spec)
+        return self._get(f"/v1/view/{kind}/{step}/{submission}", most)
+
+    def tokenizer(self) -> Tokenizer:
+        data = self._get("/v1/view/tokenizer", MAX_TOKENIZER_BYTES)
+        return tokenizer_of(data, f"coordinator {self._http.url}")
+
+    def head(self) -> dict[str, Any]:
+        status = self._object("/v1/status", _MAX_STATUS_BYTES)
+        rows, dropped = self.rows(), status["dropped_by_grader"]["groups"]
+        return {
+            "state": status["state"],
+            "wall_s": time.time() - rows[0]["time"] if rows else 0.0,
+            "published": status["newest_version"],
+            "diagnosis": [*map(str, diagnose(self.spec, rows, dropped))],
+            **{key: status[key] for key in OF_COORDINATOR},
+            "servers": broadcast_tree(self.spec),
+        }
+
+    def _object(self, path: str, most: int) -> dict[str, Any]:
+        try:
+            return parse_object(self._get(path, most), max_bytes=most)
+        except MalformedJson as error:
+            raise self._http.not_believed(error) from error
+
+    def _get(self, path: str, most: int) -> bytes:
+        return self._http.call("GET", path, max_bytes=most).content

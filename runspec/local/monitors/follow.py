@@ -1,32 +1,56 @@
-"""Follows a run, and sends what it shows to a tool: each thing once, also after a crash."""
+"""Follows a run, and sends what it shows to a tool, from the position that was noted last.
+
+The position is in `position.json` of the monitor's folder: the newest step whose figures and whose
+rollouts the tool has, and the evaluations. It is written before the next part is sent, so after a
+kill the newest part comes twice and nothing is left out.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import secrets
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from runspec.core.canonical import parse_object
+from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError, describe_error
-from runspec.core.files import expand_user
+from runspec.core.files import expand_user, read_bounded, write_atomic
+from runspec.core.hashing import digest_bytes
 from runspec.core.process import EXIT_USER_ERROR, not_retried
-from runspec.core.run_files import monitor_folder
+from runspec.core.run_files import METRICS_FILE, SAMPLES_FILE, evaluation_files, monitor_folder
 from runspec.core.spec.plugins import MONITOR_GROUP
 from runspec.core.spec.resolved import MAX_BYTES, dump_resolved
 from runspec.core.spec.schema import Monitor as MonitorSpec
 from runspec.core.spec.schema import RunSpec
-from runspec.local.monitors.feed import Feed, Item, last_keys
-from runspec.local.monitors.interface import Monitor, Target
-from runspec.local.monitors.journal import Journal
+from runspec.local.metrics import JsonLines, Row, read_rows
+from runspec.local.monitors.interface import Entry, Monitor, Target
 from runspec.local.run_dir import hold, holder
+from verify.formats.evaluation import Evaluated, read_evaluations
 
 POLL_S = 2.0
+POSITION_FILE = "position.json"
+SAMPLED_EVERY = 10
+"""Steps between those whose rollouts are sent."""
 _AT_ONCE = 100
-"""Entries between two flushes."""
+"""Entries of a part."""
+_MOST_SCALARS = 2000
+_MOST_LETTERS = 4000
+"""Of a prompt or an output."""
+_EVALUATION = "evaluation:"
+"""Begins the keys of evaluations."""
+_AXES = ("step", "version", "time")
+"""Keys of metrics.jsonl that are no figures."""
+Position = dict[str, Any]
+"""`record`; `number` of the next entry; `step` and `row`, the newest step and its row's digest;
+`samples`, the newest step whose rollouts were sent; and when each evaluation was made, by key."""
 
 
 def follow(
@@ -34,8 +58,7 @@ def follow(
 ) -> None:
     """Sends until everything is sent, the run has ended, or `stop` is set.
 
-    After a rollback, or where the tool has more than was sent to it, another record begins, with
-    everything that the run has.
+    After a rollback another record begins, with everything that the run has.
 
     Raises:
         UserError: the tool failed; everything is as if this process had been killed.
@@ -44,121 +67,181 @@ def follow(
     folder = monitor_folder(run_dir, setting.name)
     folder.mkdir(parents=True, exist_ok=True)
     with hold(folder, role=f"monitor-{setting.name}"):
-        feed, journal = Feed(run_dir), Journal(folder, spec.name)
-        ends = _ends(run_dir, stop)
-        items = {item.key: item for item in feed.look(last=ends)}
-        if not journal.agrees(items):
-            journal.begin()
-        sender = _Sender(setting, spec, folder, journal, log)
-        sender.start()
-        sender.numbered(items)
-        while True:
-            sender.send([item for key, item in items.items() if key not in journal.keys])
-            if ends:
-                break
-            stop.wait(POLL_S)
-            ends = last_keys(spec) <= journal.keys or _ends(run_dir, stop)
-            items = {item.key: item for item in feed.look(last=ends)}
-        sender.close()
-        log.info("%d entries sent to %s", len(journal.entries), journal.record)
+        position = _position(folder / POSITION_FILE, run_dir, spec.name)
+        feed, monitor = Feed(run_dir, position), load_monitor(setting)
+        own = folder if setting.dir is None else expand_user(Path(setting.dir)).absolute()
+        plain = parse_object(dump_resolved(spec), max_bytes=MAX_BYTES)
+        with _call(setting, "start", log):
+            monitor.start(Target(spec.name, position["record"], plain, setting, own))
+        log.info("logs to %s from step %d on", position["record"], position["step"] + 1)
+        ends = False
+        while not ends:
+            ends = stop.is_set() or holder(run_dir) is None or _has_all(position, spec)
+            new = list(feed.look(last=ends))
+            for begin in range(0, len(new), _AT_ONCE):
+                write_atomic(folder / POSITION_FILE, canonical_json(position))
+                with _call(setting, "send", log):
+                    for entry, sent in new[begin : begin + _AT_ONCE]:
+                        monitor.send(replace(entry, number=position["number"]))
+                        position |= {**sent, "number": position["number"] + 1}
+                    monitor.flush()
+            if not ends:
+                stop.wait(POLL_S)
+        with _call(setting, "close", log):
+            monitor.close()
+        write_atomic(folder / POSITION_FILE, canonical_json(position))
+        log.info("%d entries sent to %s", position["number"], position["record"])
 
 
-def _ends(run_dir: Path, stop: threading.Event) -> bool:
-    """Whether the run writes nothing any more that this process would wait for."""
-    return stop.is_set() or holder(run_dir) is None
+def _position(path: Path, run_dir: Path, run: str) -> Position:
+    """The noted position; that of a new record where none is noted, or where the run does not have
+    the newest step and the evaluations as they were sent: a rollback changes them."""
+    if path.exists():
+        position = parse_object(read_bounded(path, MAX_BYTES), max_bytes=MAX_BYTES)
+        at = position["step"]
+        row = next((row for row in read_rows(run_dir) if row["step"] == at), None)
+        same = at < 0 or (row is not None and _digest(row) == position["row"])
+        results = read_evaluations(evaluation_files(run_dir))
+        finished = {_evaluation_key(r.evaluation, r.version): r.finished for r in results}
+        sent = {key: made for key, made in position.items() if key.startswith(_EVALUATION)}
+        if same and sent.items() <= finished.items():
+            return position
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    record = f"{run}-{stamp}-{secrets.token_hex(2)}"
+    return {"record": record, "number": 0, "step": -1, "row": "", "samples": -1}
 
 
-class _Sender:
-    """Calls the plug-in, with a deadline for each call."""
+def _has_all(position: Position, spec: RunSpec) -> bool:
+    """Whether what a run makes last was sent: nothing more comes."""
+    last = [_evaluation_key(each.name, spec.steps) for each in spec.evaluations if each.at_end]
+    return position["step"] == spec.steps - 1 and all(key in position for key in last)
 
-    def __init__(
-        self,
-        setting: MonitorSpec,
-        spec: RunSpec,
-        folder: Path,
-        journal: Journal,
-        log: logging.Logger,
-    ) -> None:
-        self._setting, self._spec, self._journal, self._log = setting, spec, journal, log
-        self._folder = folder if setting.dir is None else expand_user(Path(setting.dir)).absolute()
-        self._monitor = load_monitor(setting)
-        self._next = 0
-        """Number of the next entry that the tool gets."""
 
-    def start(self) -> None:
-        """Opens the journal's record, and another one if the tool has more than the journal."""
-        for _ in range(2):
-            with self._call("start"):
-                found = self._monitor.start(self._target())
-            self._next = self._journal.sent if found is None else found
-            if self._next <= len(self._journal.entries):
-                break
-            self._log.warning(
-                "%s has %d entries, %d were sent: another record begins",
-                *(self._journal.record, self._next, len(self._journal.entries)),
-            )
-            with self._call("close"):
-                self._monitor.close()
-            self._journal.begin()
-            self._monitor = load_monitor(self._setting)
-        self._log.info("logs to %s from entry %d on", self._journal.record, self._next)
+class Feed:
+    """Reads the rows, samples and evaluations that a position lacks.
 
-    def numbered(self, items: dict[str, Item]) -> None:
-        """Sends the entries that have a number and that the tool lacks."""
-        lacking = self._journal.entries[self._next :]
-        self._send([items[key] for key, _ in lacking])
+    Args:
+        run_dir: of the run.
+        position: moved on by the caller with what it sends.
+    """
 
-    def send(self, items: list[Item]) -> None:
-        """Numbers and sends things, in parts, each of which is flushed."""
-        for begin in range(0, len(items), _AT_ONCE):
-            part = items[begin : begin + _AT_ONCE]
-            self._journal.add(part)
-            self._send(part)
+    def __init__(self, run_dir: Path, position: Position) -> None:
+        self._run_dir, self._position = run_dir, position
+        self._metrics = JsonLines(run_dir / METRICS_FILE)
+        self._samples = JsonLines(run_dir / SAMPLES_FILE)
+        self._evaluations: set[Path] = set()
+        self._open_step: list[dict[str, Any]] = []
+        """Samples of the newest step, of which more may come."""
+        self._times: dict[int, float] = {}
+        """Times of the steps whose samples are sent."""
 
-    def close(self) -> None:
-        with self._call("close"):
-            self._monitor.close()
+    def look(self, *, last: bool) -> Iterator[tuple[Entry, Position]]:
+        """Yield each new entry, and how the position changes once it is sent.
 
-    def _send(self, items: list[Item]) -> None:
-        for begin in range(0, len(items), _AT_ONCE):
-            with self._call("send"):
-                for item in items[begin : begin + _AT_ONCE]:
-                    self._monitor.send(item.numbered(self._next))
-                    self._next += 1
-                self._monitor.flush()
-            self._journal.flushed(self._next)
+        Args:
+            last: nothing more will be written.
 
-    def _target(self) -> Target:
-        spec = parse_object(dump_resolved(self._spec), max_bytes=MAX_BYTES)
-        record = self._journal.record
-        return Target(self._spec.name, record, spec, self._setting, self._folder)
+        Raises:
+            UserError: an evaluation cannot be read.
+        """
+        rows = {row["step"]: row for row in self._metrics.new_rows() if _is_step(row)}
+        for step, row in rows.items():
+            if step % SAMPLED_EVERY == 0:
+                self._times[step] = float(row.get("time") or 0.0)
+            if step > self._position["step"]:
+                yield step_entry(row), {"step": step, "row": _digest(row)}
+        for step, found in self._sampled(last=last).items():
+            if step % SAMPLED_EVERY == 0 and step > self._position["samples"]:
+                yield samples_entry(step, found, self._times.get(step, 0.0)), {"samples": step}
+        files = [f for f in evaluation_files(self._run_dir) if f not in self._evaluations]
+        self._evaluations.update(files)
+        for result in read_evaluations(files):
+            key = _evaluation_key(result.evaluation, result.version)
+            if key not in self._position:
+                yield evaluation_entry(result), {key: result.finished}
 
-    @contextmanager
-    def _call(self, what: str) -> Iterator[None]:
-        """Ends the process where a call hangs; turns what a plug-in raises into one message."""
-        kind, deadline = self._setting.kind, self._setting.deadline
-        timer = threading.Timer(
-            deadline, self._hangs, [f"{kind}: {what} takes over {deadline:g} s"]
-        )
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"{kind}: {what} failed: {describe_error(error)}",
-                place=f"monitors.{self._setting.name}",
-                remedy="the run goes on without it, and nothing is lost: mend what the message "
-                "names; it is tried again by itself",
-            ) from error
-        finally:
-            timer.cancel()
+    def _sampled(self, *, last: bool) -> dict[int, list[dict[str, Any]]]:
+        """Return the samples of each step that is complete, because a later one has begun."""
+        rows = [*self._open_step, *(row for row in self._samples.new_rows() if _is_step(row))]
+        steps: dict[int, list[dict[str, Any]]] = {}
+        for row in rows:
+            steps.setdefault(row["step"], []).append(row)
+        self._open_step = [] if last or not rows else steps.pop(rows[-1]["step"])
+        return steps
 
-    def _hangs(self, message: str) -> None:
-        self._log.error("%s: this process ends, to be started again", message)
+
+def step_entry(row: Row) -> Entry:
+    """Return the figures of a row of metrics.jsonl: numbers and truth values, nested ones too."""
+    named = {key: value for key, value in row.items() if key not in _AXES}
+    return Entry("step", row["step"], float(row.get("time") or 0.0), dict(_scalars(named)))
+
+
+def samples_entry(step: int, rows: list[dict[str, Any]], time: float) -> Entry:
+    """Return the sample rollouts of a step that was trained at a time; long texts are cut."""
+    cut = tuple({key: _cut(value) for key, value in row.items() if key != "step"} for row in rows)
+    return Entry("step", step, time, {}, cut)
+
+
+def evaluation_entry(result: Evaluated) -> Entry:
+    """Return the figures of an evaluation of a version, with the ends of their intervals."""
+    name, scalars = f"evaluations/{result.evaluation}", dict[str, float]()
+    for key, figure in sorted(result.figures.items()):
+        ends = {"": figure.value, "/low": figure.low, "/high": figure.high}
+        scalars |= {f"{name}/{key}{end}": v for end, v in ends.items() if v is not None}
+    return Entry("version", result.version, float(result.finished), scalars)
+
+
+def _evaluation_key(name: str, version: int) -> str:
+    return f"{_EVALUATION}{name}:{version}"
+
+
+def _is_step(row: Row) -> bool:
+    return type(row.get("step")) is int and row["step"] >= 0
+
+
+def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for _, (key, value) in zip(range(_MOST_SCALARS), row.items(), strict=False):
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{prefix}{key}/")
+        elif isinstance(value, bool | int | float):
+            yield f"{prefix}{key}", float(value)
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > _MOST_LETTERS:
+        return f"{value[:_MOST_LETTERS]} ... ({len(value)} characters)"
+    return value if isinstance(value, str | int | float) else None
+
+
+def _digest(row: Row) -> str:
+    return digest_bytes(json.dumps(row, sort_keys=True).encode())[:16]
+
+
+@contextmanager
+def _call(setting: MonitorSpec, what: str, log: logging.Logger) -> Iterator[None]:
+    """Ends the process where a call hangs; turns what a plug-in raises into one message."""
+    late = f"{setting.kind}: {what} takes over {setting.deadline:g} s"
+
+    def end() -> None:
+        log.error("%s: this process ends, to be started again", late)
         os._exit(EXIT_USER_ERROR)
+
+    timer = threading.Timer(setting.deadline, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{setting.kind}: {what} failed: {describe_error(error)}",
+            place=f"monitors.{setting.name}",
+            remedy="the run goes on without it, and nothing is lost: mend what the message "
+            "names; it is tried again by itself",
+        ) from error
+    finally:
+        timer.cancel()
 
 
 @not_retried()

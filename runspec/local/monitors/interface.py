@@ -29,8 +29,6 @@ class Target:
 class Entry:
     """One thing to send."""
 
-    number: int
-    """Its place in the record, from 0 on; the same thing has the same number after a restart."""
     axis: Literal["step", "version"]
     """What `at` counts: trained steps, or policy versions."""
     at: int
@@ -38,8 +36,11 @@ class Entry:
     """When it was made, in Unix seconds."""
     scalars: Mapping[str, float]
     """Finite figures by name; a slash divides groups of them."""
-    rollouts: Sequence[Mapping[str, str | int | float | None]]
+    rollouts: Sequence[Mapping[str, str | int | float | None]] = ()
     """Rows of samples.jsonl: prompt, output, rewards, ...; empty for an entry of figures."""
+    number: int = 0
+    """Its place in the record, from 0 on. After a kill the newest ones come again, with the numbers
+    that they had."""
 
 
 class Monitor(Protocol):
@@ -49,13 +50,8 @@ class Monitor(Protocol):
     later. A call that takes longer than the monitor's `deadline` ends the process too.
     """
 
-    def start(self, target: Target) -> int | None:
+    def start(self, target: Target) -> None:
         """Open a record, or open it again.
-
-        Returns:
-            How many entries the tool has, by its own files or server: the next call of `send` is
-            for the entry of this number. None if it cannot tell; then some entries may be sent
-            twice after a crash.
 
         Raises:
             RunStopped: it cannot work and trying again would not help.

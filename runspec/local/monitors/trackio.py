@@ -12,7 +12,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from runspec.core.canonical import parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import expand_user
 from runspec.core.process import RunStopped
@@ -24,16 +23,12 @@ _MOST_BYTES = 64 * 1024
 
 
 class Trackio:
-    """A run of trackio in its local database, whose name is the record's.
-
-    The database says how many entries it has.
-    """
+    """A run of trackio in its local database, whose name is the record's."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._next = 0
 
-    def start(self, target: Target) -> int:
+    def start(self, target: Target) -> None:
         setting = target.setting
         if setting.python is None:
             raise RunStopped(
@@ -56,18 +51,14 @@ class Trackio:
                 place=f"monitors.{setting.name}.python",
                 remedy="name the interpreter of trackio's environment (`make trackio`)",
             ) from error
-        self._tell(project=setting.project, run=target.record, config=target.spec)
-        self._next = self._answer()
-        return self._next
+        self._ask(project=setting.project, run=target.record, config=target.spec)
 
     def send(self, entry: Entry) -> None:
         figures = {entry.axis: entry.at, **entry.scalars}
         self._tell(at=entry.at, figures=figures, rollouts=list(entry.rollouts))
-        self._next += 1
 
     def flush(self) -> None:
-        self._tell(entries=self._next)
-        self._answer()
+        self._ask(flush=True)  # answered once the database has what was sent
 
     def close(self) -> None:
         if self._process is not None:
@@ -78,14 +69,12 @@ class Trackio:
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
         self._process.stdin.flush()
 
-    def _answer(self) -> int:
-        """Return the number of entries that the script says are there."""
+    def _ask(self, **message: Any) -> None:
+        self._tell(**message)
         assert self._process is not None and self._process.stdout is not None, "start comes first"
-        line = self._process.stdout.readline(_MOST_BYTES)
-        if not line:
+        if not self._process.stdout.readline(_MOST_BYTES):
             raise UserError(
                 f"its script ended with exit code {self._process.wait()}",
                 place=str(SCRIPT),
                 remedy="the lines above are its own",
             )
-        return int(parse_object(line, max_bytes=_MOST_BYTES)["entries"])

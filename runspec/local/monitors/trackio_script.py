@@ -2,8 +2,8 @@
 only trackio and the standard library.
 
 The first line opens a run: {"project", "run", "config"}. {"at", "figures", "rollouts"} is an entry.
-{"entries": N} asks until N entries are in the database. The first and the last kind are answered
-with {"entries": how many are there}. The end of the input ends the run.
+{"flush": true} asks until all entries are in the database. The first and the last kind are answered
+with an empty line. The end of the input ends the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> int:
         fcntl.flock(lock, fcntl.LOCK_EX)
         first = json.loads(sys.stdin.readline())
         project, name = first["project"], first["run"]
-        there = SQLiteStorage.get_log_count(project, name)
+        entries = SQLiteStorage.get_log_count(project, name)
         run = trackio.init(
             project=project,
             name=name,
@@ -41,13 +41,14 @@ def main() -> int:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        answers.write(json.dumps({"entries": there}) + "\n")
+        answers.write("\n")
         for line in sys.stdin:
             message = json.loads(line)
-            if "entries" in message:
-                there = wait_for(message["entries"], project, name)
-                answers.write(json.dumps({"entries": there}) + "\n")
+            if "flush" in message:
+                wait_for(entries, project, name)
+                answers.write("\n")
                 continue
+            entries += 1
             values = {named(key): value for key, value in message["figures"].items()}
             if message["rollouts"]:
                 values["rollouts"] = trackio.Table(data=message["rollouts"])
@@ -61,8 +62,8 @@ def named(key: str) -> str:
     return "trained_step" if key == "step" else key
 
 
-def wait_for(entries: int, project: str, name: str) -> int:
-    """Wait until the database has as many entries; return their number.
+def wait_for(entries: int, project: str, name: str) -> None:
+    """Wait until the database has as many entries.
 
     Raises:
         TimeoutError: trackio has not written them.
@@ -72,7 +73,6 @@ def wait_for(entries: int, project: str, name: str) -> int:
         if time.monotonic() >= deadline:
             raise TimeoutError(f"trackio has {there} of {entries} entries after {FLUSH_S:g} s")
         time.sleep(0.1)
-    return there
 
 
 if __name__ == "__main__":

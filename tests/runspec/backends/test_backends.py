@@ -29,8 +29,8 @@ from runspec.backends.ray.cluster import (
 )
 from runspec.core.errors import UserError
 from runspec.local.bundle import decode_bundle
+from runspec.local.run_view import look_at
 from runspec.local.site import groups_of
-from runspec.local.snapshot import look_at
 from tests.harness import ROOT, TARGET_SHORT
 from tests.runspec.backends.cluster_run import on_cluster
 from tests.runspec.backends.fake_api_server import FakeApiServer, fake_api_server

@@ -84,7 +84,7 @@ def project(tmp_path, monkeypatch):
 @pytest.fixture
 def unread_problems(monkeypatch):
     """Problems are taken to be right: reading them takes a process seconds."""
-    monkeypatch.setattr("runspec.cli.apply.with_problems", lambda plan, machine, say: plan)
+    monkeypatch.setattr("runspec.local.planning.with_problems", lambda plan, machine, say: plan)
 
 
 MATH = "- {name: math, kind: math}"

@@ -32,7 +32,7 @@ from runspec.core.errors import BadUsage, UserError
 from runspec.core.evaluation_tools import Asked, Measured
 from runspec.core.models.spec_model import named_model
 from runspec.core.spec.schema import RunSpec, Source
-from runspec.local.children import StopSignals
+from runspec.local.backend import StopSignals
 from sampler.tasks.grading.answers import Answer
 from sampler.tasks.grading.graders import Graders
 from sampler.tasks.interfaces import ProblemSource, make_source

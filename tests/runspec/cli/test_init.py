@@ -22,7 +22,8 @@ from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.validate import to_python
 from runspec.core.spec.yaml_nodes import parse_yaml
 from runspec.lint.check import check_spec
-from runspec.local.preflight import look, missing
+from runspec.local.machine import look
+from runspec.local.preflight import missing
 from sampler.tasks.traces import build_tokenizer, tokenizer_config
 from tests.harness import ROOT
 from tests.runspec.cli.in_process import runspec

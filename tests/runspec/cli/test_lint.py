@@ -132,7 +132,7 @@ def test_data_that_cannot_be_read_is_said(bad, monkeypatch):
     done = runspec("lint", "--data", bad)
     assert done.returncode == 1
     assert "its problems are not read: it is no spec without errors" in done.stderr
-    monkeypatch.setattr("runspec.local.problems.MODULES", ("json", "no_such_module"))
+    monkeypatch.setattr("runspec.local.planning.MODULES", ("json", "no_such_module"))
     done = runspec("lint", "--data", PROBLEMS / "good.yaml")
     assert done.returncode == 2
     assert "--data: not installed here: no_such_module" in done.stderr

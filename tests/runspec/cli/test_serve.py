@@ -25,7 +25,7 @@ from runspec.core.follow_protocol import Move, Reply, encode
 from runspec.core.keys import SigningKey
 from runspec.core.run_files import weights_folder
 from runspec.core.spec.resolved import load_resolved
-from runspec.local.export import published_version
+from runspec.local.model_folders import published_version
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.cli.published import RUN, first_versions, flip_bit, publish_again, publish_run
 from tests.waiting import eventually
@@ -57,7 +57,7 @@ def versions(run_dir, tmp_path):
 
 def found(versions: Versions) -> int | None:
     checked = versions.next()
-    return None if checked is None else checked.manifest.version
+    return None if checked is None else checked[0].version
 
 
 def test_names_say_whether_it_is_the_newest_and_only_that_is_followed(run_dir):
@@ -95,10 +95,10 @@ def test_the_newest_version_is_next_once_its_manifest_is_here(complete, run_dir,
     assert versions.next() is None
     publish_again(complete, run_dir, 3)
     checked = versions.next()
-    assert checked is not None and checked.manifest == manifest_of(complete, 3)
+    assert checked is not None and checked[0] == manifest_of(complete, 3)
     # and its files stay where the publisher removes them
     shutil.rmtree(weights_folder(run_dir) / "v3")
-    assert (checked.folder / "model.safetensors").is_file()
+    assert (checked[1] / "model.safetensors").is_file()
 
 
 def test_a_tampered_version_is_refused_and_the_one_before_it_is_next(

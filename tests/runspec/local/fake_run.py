@@ -17,7 +17,7 @@ from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec
 from runspec.local.apply import drive
-from runspec.local.children import StopSignals
+from runspec.local.backend import StopSignals
 from runspec.local.fleet import Outcome
 from runspec.local.planning import make_plan
 from runspec.local.prepare import prepare_run

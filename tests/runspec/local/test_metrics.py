@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from runspec.cli.logs import wait_command
 from runspec.cli.status import describe_command, read_status, status_command
 from runspec.cli.view import LiveView, step_line
-from runspec.cli.wait import wait_command
 from runspec.core.errors import UserError
 from runspec.core.run_files import evaluation_file, evaluation_files
 from runspec.core.spec.resolved import FILE_NAME, dump_resolved
 from runspec.core.spec.schema import RunSpec
-from runspec.local.conditions import FIRST_STEP_S, condition, conditions, late_after_s
-from runspec.local.diagnosis import NEWEST, cause_lines, diagnose, is_learning
+from runspec.local.apply import REPORT_FILE, write_summary
+from runspec.local.diagnosis import NEWEST, diagnose, is_learning
 from runspec.local.metrics import JsonLines, read_rows, summarise
-from runspec.local.report import REPORT_FILE, write_summary
-from runspec.local.snapshot import look_at
+from runspec.local.run_view import FIRST_STEP_S, look_at
 from runspec.local.state import RunState
 from tests.runspec.local.dashboard.made_run import report
 from tests.runspec.local.fake_run import ZERO, island_run, small_spec, store
@@ -141,7 +140,7 @@ def test_each_cause_of_not_learning_has_its_name(
 
 def test_no_cause_is_named_too_early_or_of_a_run_that_learns() -> None:
     rows = [still(step, length_mean=47.5) for step in range(NEWEST)]
-    assert list(cause_lines(diagnose(small_spec(), rows))) == [
+    assert [str(cause) for cause in diagnose(small_spec(), rows)] == [
         "CutOff: the mean output has 47.5 tokens, and 48 are the most "
         "(look at samplers.volunteers.max_new_tokens)"
     ]
@@ -207,9 +206,9 @@ def test_status_and_report_of_a_run_on_documents(
     assert (status["published"], status["join"]) == (10, None)
     # and its first step may take long, while the last one brings a version
     seen = look_at(run_dir)
-    assert late_after_s(replace(seen, rows=[])) == FIRST_STEP_S
+    assert replace(seen, rows=[]).late_after_s == FIRST_STEP_S
     done = replace(seen, rows=[learner_row(24)], versions=[0, 10, 20])
-    assert condition(conditions(done), "Published").reason == "Behind"
+    assert done.conditions["Published"].reason == "Behind"
     # when it ends, then the page has the plots of such a run, and no rewards
     summary = write_summary(run_dir, 95.0, print)
     assert summary is not None and summary["trained_tokens"] == 12 * 1800

@@ -23,15 +23,13 @@ from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec, Tokenizer
 from runspec.lint.check import check_spec
-from runspec.local import planning, problems
-from runspec.local.disk import disk_bytes
+from runspec.local import planning
 from runspec.local.endpoints import plan_endpoints, run_link, save_endpoints
 from runspec.local.identity import Identity
-from runspec.local.machine import Machine, find_model, this_machine, tpu_chips
+from runspec.local.machine import Facts, Machine, find_model, this_machine, tpu_chips
 from runspec.local.model_folders import link_model
-from runspec.local.planning import make_plan
-from runspec.local.preflight import GIB, Facts, missing
-from runspec.local.problems import check_problems
+from runspec.local.planning import check_problems, make_plan
+from runspec.local.preflight import GIB, disk_bytes, missing
 from runspec.local.processes import PreparedRun, role_specs
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.core.spec.spec_files import SAMPLING, SPECS
@@ -299,8 +297,8 @@ def test_a_plugin_that_hangs_or_ends_the_process_is_named(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     spec, told = small_spec("small", 5, "reward.odd.kind=odd"), list[str]()
     if "sleep" in plugin:
-        monkeypatch.setattr(problems, "SHOWN_AFTER_S", -1.0)
-        monkeypatch.setattr(problems, "time", Clock(told))
+        monkeypatch.setattr(planning, "SHOWN_AFTER_S", -1.0)
+        monkeypatch.setattr(planning, "time", Clock(told))
     # when the problems are read, then that ends, and is named with what it was at
     (lacking,) = check_problems(spec, this_machine(), told.append).lacking
     assert lacking.path == "data.sources" and said in lacking.thing

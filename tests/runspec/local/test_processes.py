@@ -16,7 +16,6 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.spec.role_names import placeable, role_names, server_names
 from runspec.core.spec.schema import RunSpec
-from runspec.local.cores import assign_cores, assign_devices, jax_environment, visible_devices
 from runspec.local.endpoints import (
     Endpoints,
     address,
@@ -27,10 +26,16 @@ from runspec.local.endpoints import (
     save_endpoints,
 )
 from runspec.local.identity import Identity
-from runspec.local.machine import Machine
+from runspec.local.machine import (
+    Machine,
+    assign_cores,
+    assign_devices,
+    jax_environment,
+    visible_devices,
+)
+from runspec.local.prepare import write_targets
 from runspec.local.processes import PreparedRun, RoleSpec, first_version_role, role_specs
 from runspec.local.site import site_spec
-from runspec.local.targets import write_targets
 from tests.runspec.local.fake_run import island_run, small_spec
 from tests.runspec.supervised import supervised_spec
 

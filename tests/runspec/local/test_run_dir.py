@@ -21,19 +21,17 @@ from transformers import AutoModelForCausalLM
 from bridge.__main__ import main as bridge
 from bridge.publisher import Publisher
 from runspec.cli import app
+from runspec.cli.logs import parse_awaited, why_never
 from runspec.cli.output import exit_code_of
-from runspec.cli.wait import holds, parse_awaited, why_never
 from runspec.core.errors import UserError
 from runspec.core.run_files import weights_folder
 from runspec.core.spec.schema import Budget
 from runspec.estimate.price import hourly_price
 from runspec.local import run_dir
 from runspec.local.backend import backend
-from runspec.local.budget import Limit, left_s, limits
-from runspec.local.conditions import Condition, condition, conditions, late_after_s
-from runspec.local.export import export_version
-from runspec.local.role_logs import RoleError, last_error
-from runspec.local.snapshot import Snapshot
+from runspec.local.model_folders import export_version
+from runspec.local.progress import RoleError, last_error
+from runspec.local.run_view import Condition, RunView, budget_limits
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
 from tests.bridge.test_publisher import add_version
 from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
@@ -126,10 +124,9 @@ def test_the_cost_or_the_hours_end_the_run_whichever_come_first() -> None:
         spec.model_copy(update={"budget": Budget(max_hours=hours, max_cost=18.0)})
         for hours in (None, 1.0)
     )
-    assert limits(money) == [Limit("budget.max_cost", 2.0)]
-    assert [left_s(money, wall_s) for wall_s in (3600.0, 3 * 3600.0)] == [3600.0, -3600.0]
-    assert [limit.path for limit in limits(both)] == ["budget.max_hours", "budget.max_cost"]
-    assert left_s(both, 0.0) == 3600.0
+    assert budget_limits(money) == {"budget.max_cost": 2.0}
+    limits = {"budget.max_hours": 1.0, "budget.max_cost": 2.0}
+    assert [*budget_limits(both).items()] == [*limits.items()]
 
 
 def test_the_last_error_since_the_last_start_is_found(tmp_path: Path) -> None:
@@ -151,7 +148,7 @@ def test_the_last_error_since_the_last_start_is_found(tmp_path: Path) -> None:
 
 
 NOW = 10_000.0
-RUNNING = Snapshot(
+RUNNING = RunView(
     directory=Path("/runs/small"),
     spec=small_spec(),
     at=NOW,
@@ -171,10 +168,10 @@ RUNNING = Snapshot(
 
 
 def seen(**changes: Any) -> dict[str, Condition]:
-    return {each.type: each for each in conditions(replace(RUNNING, **changes))}
+    return replace(RUNNING, **changes).conditions
 
 
-def ended(state: str, reason: str = "", **changes: Any) -> Snapshot:
+def ended(state: str, reason: str = "", **changes: Any) -> RunView:
     row = RunRow("small", "digest", 5, state, reason, NOW - 500, None)
     return replace(RUNNING, held_by=None, run=row, **changes)
 
@@ -191,21 +188,21 @@ def test_a_run_that_trains_is_alive_ready_training_and_published_until_it_ends()
     # given steps of 100 s, the last of which was trained 600 s ago, then the next one is late
     rows = [{"step": number, "time": NOW - 1000.0 + 100 * number} for number in range(5)]
     slow = replace(RUNNING, rows=rows, session=SessionRow(NOW - 2000, NOW))
-    assert late_after_s(slow) == 500.0
-    assert condition(conditions(slow), "Stalled").status == "True"
+    assert slow.late_after_s == 500.0
+    assert slow.conditions["Stalled"].status == "True"
     # but a minute is always granted, and before there is a pace the deadline of a step
-    assert late_after_s(RUNNING) == 60.0
-    assert late_after_s(replace(RUNNING, rows=[])) == RUNNING.spec.algorithm.fill.deadline
+    assert RUNNING.late_after_s == 60.0
+    assert replace(RUNNING, rows=[]).late_after_s == RUNNING.spec.algorithm.fill.deadline
     # and an end is its condition with its reason; a step that the coordinator gave up is a stall
     text = "ended with exit code 4, stops the run: step 3 stalled: 0 of 4"
-    gave_up = [EventRow(NOW - 3, "coordinator", text, 9)]
+    gave_up = [EventRow(NOW - 3, "coordinator", text, 9, exit_code=4)]
     for state, events, true in (
         ("paused", [], ["Published", "Paused"]),
         ("failed", gave_up, ["Published", "Stalled", "Failed"]),
     ):
-        over = conditions(ended(state, "because", events=events))
-        assert [each.type for each in over if each.status == "True"] == true
-        assert condition(over, true[-1]).message == "because"
+        over = ended(state, "because", events=events).conditions
+        assert [name for name, each in over.items() if each.status == "True"] == true
+        assert over[true[-1]].message == "because"
 
 
 def test_newest_steps_that_are_off_or_wrong_are_conditions_with_numbers_and_remedy() -> None:
@@ -229,7 +226,7 @@ def test_what_cannot_be_waited_for_is_refused_and_what_is_hopeless_known() -> No
         with pytest.raises(UserError, match="nothing that can be waited for"):
             parse_awaited(text)
     for text, holding in (("step=3", True), ("step=4", False), ("version=4", False)):
-        assert holds(parse_awaited(text), RUNNING) == holding
+        assert (parse_awaited(text).holds(RUNNING) is not None) == holding
     finished = parse_awaited("Finished")
     assert why_never(finished, ended("paused")) is None, "somebody may resume it"
     assert why_never(finished, ended("failed", "it broke")) == "the run is failed (it broke)"

@@ -23,15 +23,15 @@ from runspec.core.process import EXIT_FINAL
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
-from runspec.local import children, progress
-from runspec.local import supervisor_requests as requests
+from runspec.local import backend, progress
+from runspec.local import supervisor as requests
 from runspec.local.apply import RunFailed, drive
-from runspec.local.children import birth
+from runspec.local.backend import birth
 from runspec.local.endpoints import load_endpoints
 from runspec.local.fleet import Changed
 from runspec.local.run_dir import RunLocked, hold, holder
 from runspec.local.state import RequestRow, RoleRow, RunState
-from runspec.local.supervisor_requests import LiveRun
+from runspec.local.supervisor import LiveRun
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.local.dashboard.made_run import report
 from tests.runspec.local.fake_run import (
@@ -65,7 +65,7 @@ class Watch:
         self.notes: list[str] = []
         self.events: list[tuple[str, str]] = []
 
-    def event(self, role: str, text: str) -> None:
+    def event(self, role: str, text: str, kind: str = "note") -> None:
         self.events.append((role, text))
 
     def show(self, rows: Sequence[Any], roles: Sequence[RoleRow], note: str) -> None:
@@ -245,7 +245,7 @@ def test_after_a_killed_supervisor_nothing_is_left_and_the_run_goes_on(
     assert states == ended | {"stubborn": "running"}
     (run_dir / "hold").unlink()
     # then its lock is no obstacle, the leftover is ended, and the run reaches its end
-    monkeypatch.setattr(children, "LEFTOVER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(backend, "LEFTOVER_TIMEOUT_S", 0.5)
     with prepared(small_spec(steps=5), tmp_path) as run:
         assert birth(roles["stubborn"].pid) is None
         outcome = drive_roles(run, usual_roles(run), Watch())
@@ -278,8 +278,8 @@ def test_a_run_waits_for_a_full_disk_and_goes_on_or_ends_where_that_stays_full(
             waits.unlink(missing_ok=True)
 
     class Freeing(Watch):
-        def event(self, role: str, text: str) -> None:
-            super().event(role, text)
+        def event(self, role: str, text: str, kind: str = "note") -> None:
+            super().event(role, text, kind)
             if text.startswith("waits up to") and freed:
                 state._db.execute("PRAGMA max_page_count = 1000000")
                 log.unlink() if log.is_symlink() else None
@@ -325,7 +325,7 @@ def test_a_change_is_on_disk_and_in_the_history_before_any_role_is_told(live: Li
     taken = take(live, requests.change_request(new, serial=1))
     # then they are true of the run, and the readers are to be renewed in their order
     assert live.run.spec == load_resolved(live.run.directory) == new
-    assert taken.change == Changed(5, 2.0, ("coordinator", "validator-0", "volunteers-0"))
+    assert taken[0] == Changed(5, 2.0, ("coordinator", "validator-0", "volunteers-0"))
     with closing(RunState(live.run.directory)) as state:
         assert [row.serial for row in state.applied()] == [1, 2]
         assert state.applied()[-1].spec_digest == spec_digest(new)
@@ -334,7 +334,7 @@ def test_a_change_is_on_disk_and_in_the_history_before_any_role_is_told(live: Li
     # and where signatures must last longer, those who serve roles.json read the new one
     new = endless("budget.max_hours=100.0", "verify.lease_timeout=70s")
     taken = take(live, requests.change_request(new, serial=2))
-    assert taken.change == Changed(5, 100.0, ("coordinator", "publisher"))
+    assert taken[0] == Changed(5, 100.0, ("coordinator", "publisher"))
     # and roles of other machines are not renewed here
     here = small_spec("small", 5, "placement.roles=[volunteers]")
     readers = requests.readers_names(("coordinator", "validators", "samplers"), here)

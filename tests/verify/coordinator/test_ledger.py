@@ -21,8 +21,7 @@ from runspec.core.errors import NotNow, UserError
 from runspec.core.files import write_atomic
 from runspec.core.spec.resolved import dump_resolved, load_resolved
 from runspec.core.spec.schema import RunSpec
-from runspec.local.conditions import Condition, condition, conditions
-from runspec.local.snapshot import look_at
+from runspec.local.run_view import Condition, look_at
 from tests.verify.audit.tampering import work
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, tiny_spec
 from tests.verify.coordinator.filled import Filled, digest, key, policy
@@ -159,7 +158,7 @@ def eventful() -> Filled:
 def told(run_dir: Path, spec: RunSpec) -> Condition:
     """What the status of a run says of submissions that were set aside."""
     write_atomic(run_dir / "spec.json", dump_resolved(spec))
-    return condition(conditions(look_at(run_dir)), "SetAside")
+    return look_at(run_dir).conditions["SetAside"]
 
 
 # -- Every store ---------------------------------------------------------------------------------

@@ -16,12 +16,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.run_files import initial_model
-from runspec.local.dashboard.page import exported_page, live_page
-from runspec.local.dashboard.remote import CoordinatorSource
+from runspec.local.dashboard.page import PageData, exported_page, live_page
 from runspec.local.dashboard.rollouts import FIELDS, Rollouts
 from runspec.local.dashboard.server import TOKEN, Dashboard, is_loopback
-from runspec.local.dashboard.source import FolderSource, Source
-from runspec.local.dashboard.view import RunView
+from runspec.local.dashboard.source import CoordinatorSource, FolderSource, Source
 from tests.runspec.local.dashboard.made_run import (
     REASON,
     MadeRun,
@@ -63,14 +61,14 @@ def read(run: MadeRun, most: int = 1000) -> Rollouts:
     return found
 
 
-def view_of(source: Source) -> RunView:
-    view = RunView(source)
+def view_of(source: Source) -> PageData:
+    view = PageData(source)
     view.refresh(60.0)
     assert view.trouble == ""
     return view
 
 
-def answer(view: RunView) -> dict[str, Any]:
+def answer(view: PageData) -> dict[str, Any]:
     found = json.loads(view.answer({}))
     return {name: part[1] for name, part in found.items() if name != "trouble"}
 

@@ -1,4 +1,4 @@
-"""Fake monitors: tools that count what they have, forget it, raise, or hang."""
+"""Fake monitors: tools that write what they get, raise, or hang."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from runspec.local.monitors.interface import Entry, Target
 from tests.family_package.installed import add_package
 
-KINDS = ("counting", "forgetful", "raising", "hanging", "unimportable")
+KINDS = ("writing", "raising", "hanging", "unimportable")
 
 
 def install(directory: Path) -> str:
@@ -20,14 +20,13 @@ def install(directory: Path) -> str:
     return str(directory)
 
 
-class CountingMonitor:
-    """Writes a line for each entry, and counts them when it starts again."""
+class WritingMonitor:
+    """Writes a line for each entry."""
 
-    def start(self, target: Target) -> int | None:
+    def start(self, target: Target) -> None:
         target.folder.mkdir(parents=True, exist_ok=True)
         self._path = target.folder / f"{target.record}.entries"
         self._path.touch()
-        return len(self._path.read_text().splitlines())
 
     def send(self, entry: Entry) -> None:
         row = {"number": entry.number, entry.axis: entry.at, "scalars": dict(entry.scalars)}
@@ -40,14 +39,7 @@ class CountingMonitor:
     close = flush
 
 
-class ForgetfulMonitor(CountingMonitor):
-    """Cannot say what it has."""
-
-    def start(self, target: Target) -> None:
-        super().start(target)
-
-
-class RaisingMonitor(CountingMonitor):
+class RaisingMonitor(WritingMonitor):
     """Fails at step 3."""
 
     def send(self, entry: Entry) -> None:
@@ -56,7 +48,7 @@ class RaisingMonitor(CountingMonitor):
         super().send(entry)
 
 
-class HangingMonitor(CountingMonitor):
+class HangingMonitor(WritingMonitor):
     """Never returns from sending step 3."""
 
     def send(self, entry: Entry) -> None:
@@ -66,6 +58,6 @@ class HangingMonitor(CountingMonitor):
 
 
 def entries(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return what counting monitors wrote, by record in the order of their beginning."""
+    """Return what writing monitors wrote, by record in the order of their beginning."""
     files = sorted(folder.glob("*.entries"), key=lambda path: path.stat().st_ctime_ns)
     return {f.stem: [json.loads(line) for line in f.read_text().splitlines()] for f in files}

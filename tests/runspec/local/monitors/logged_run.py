@@ -22,7 +22,7 @@ from tests.runspec.local.fake_run import ZERO, small_spec, store
 from tests.waiting import eventually, one_ended
 
 STEPS = 25
-OWN = ("journal.jsonl", "lock")
+OWN = ("position.json", "lock")
 """Files that are not the tool's."""
 KEYS = 40
 """Figures of a row."""
@@ -79,13 +79,13 @@ class LoggedRun:
         assert process.returncode == 0, told
 
     def kill_at(self, entries: int) -> None:
-        """Starts a process, and kills it once so many entries have a number and some are sent. The
-        run is held meanwhile: however late the kill comes, the process has not ended by itself."""
-        journal = self.folder / "journal.jsonl"
+        """Starts a process, and kills it once it has noted so many entries and sends more. The run
+        is held meanwhile: however late the kill comes, the process has not ended by itself."""
+        position = self.folder / "position.json"
 
         def sending() -> bool:
-            numbered = journal.exists() and journal.read_text().count('"key"') >= entries
-            return numbered and any(path.name not in OWN for path in self.folder.iterdir())
+            noted = position.exists() and json.loads(position.read_bytes())["number"] >= entries
+            return noted and any(path.name not in OWN for path in self.folder.iterdir())
 
         with hold(self.path):
             process = self.process()

@@ -6,9 +6,9 @@ import gzip
 import json
 import os
 import sqlite3
-import subprocess
+import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing import event_accumulator
+from wandb.proto.wandb_internal_pb2 import Record
 
-from runspec.core.errors import UserError
 from runspec.core.process import EXIT_USER_ERROR, RunStopped
-from runspec.local.monitors import wandb
 from tests.harness import ROOT
 from tests.runspec.local.monitors.logged_run import KEYS, STEPS, LoggedRun, row
 
@@ -67,19 +66,37 @@ def of_tensorboard(run: LoggedRun) -> Sent:
     return Sent(steps, evaluated, texts("rollouts"), json.loads(spec))
 
 
+def records(path: Path) -> Iterator[Record]:
+    """Yield the whole records of a .wandb file, by the log format of LevelDB: blocks of 32 KiB with
+    parts of records, and before each part seven bytes (checksum, length, kind)."""
+    data, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        part = data[at + 7 : at + 7 + length]
+        if len(part) < length:
+            return
+        if kind:
+            record = part if kind in (1, 2) else record + part
+            if kind in (1, 4):
+                yield Record.FromString(record)
+        at += 7 + length
+        left = -at % (32 * 1024)
+        at += left if left < 7 or not kind else 0
+
+
 def of_wandb(run: LoggedRun) -> Sent:
     rows: list[dict[str, Any]] = []
     # given all sessions by their start, as `wandb sync` sends them
     for path in sorted(run.folder.glob("wandb/offline-run-*/*.wandb")):
-        for record in wandb.records(path):
+        for record in records(path):
             items = record.history.item
             if found := {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}:
                 rows.append(found)
-    assert [each["_step"] for each in rows] == list(range(len(rows)))
+    assert {each["_step"] for each in rows} == set(range(rows[-1]["_step"] + 1))
     pages = run.folder.glob("wandb/offline-run-*/files/media/html/rollouts_*.html")
     text = "".join(path.read_text() for path in pages)
     path = min(run.folder.glob("wandb/offline-run-*/*.wandb"))
-    config = next(each.run.config for each in wandb.records(path) if each.HasField("run"))
+    config = next(each.run.config for each in records(path) if each.HasField("run"))
     return Sent(
         [each for each in rows if "figure_0" in each],
         [(each["version"], each[MEAN], each[f"{MEAN}/low"]) for each in rows if MEAN in each],
@@ -128,12 +145,12 @@ TOOLS = [
 every_tool = pytest.mark.parametrize("tool", TOOLS)
 
 
-def require_all(steps: list[dict[str, Any]], tool: Tool, count: int, *, attempt: int = 1) -> None:
-    """Each figure of each step is there once, in order."""
-    assert [each["step"] for each in steps] == list(range(count))
+def require_all(steps: list[dict[str, Any]], tool: Tool, count: int) -> None:
+    """Each figure of each step is there; those that were sent when a monitor was killed, twice."""
+    assert {each["step"] for each in steps} == set(range(count))
     for i in range(KEYS):
         name = f"figure_{i}"
-        expected = [tool.kept(row(step, attempt)[name]) for step in range(count)]
+        expected = [tool.kept(row(each["step"])[name]) for each in steps]
         assert [tool.kept(each[name]) for each in steps] == expected
     assert {each["waits/coordinator"] for each in steps} == {0.5}
     assert not any("waits/input" in each for each in steps)
@@ -150,6 +167,7 @@ def test_a_tool_has_steps_evaluations_rollouts_and_the_spec(tmp_path: Path, tool
     # then the tool has it
     sent = tool.sent(run)
     require_all(sent.steps, tool, STEPS)
+    assert len(sent.steps) == STEPS
     figures = tool.kept(0.25), tool.kept(0.2)
     assert [(v, tool.kept(mean), tool.kept(low)) for v, mean, low in sent.evaluated] == [
         (version, *figures) for version in (0, 10, STEPS)
@@ -160,31 +178,22 @@ def test_a_tool_has_steps_evaluations_rollouts_and_the_spec(tmp_path: Path, tool
 
 
 @every_tool
-def test_killed_processes_leave_no_gap_and_no_double(tmp_path: Path, tool: Tool) -> None:
+def test_killed_processes_leave_no_gap_and_send_the_newest_part_twice_at_most(
+    tmp_path: Path, tool: Tool
+) -> None:
     # given a run of many steps, and monitors that are killed while they send
     run = LoggedRun(tmp_path / "run", f"kind: {tool.monitor}")
     run.train(range(400))
     run.evaluate(0, 10)
     for entries in (100, 300):
         run.kill_at(entries)
-    # when one may work to its end, then each figure is there once
+    # when one may work to its end, then each figure is there
     run.end()
     sent = tool.sent(run)
     require_all(sent.steps, tool, 400)
-    assert [version for version, *_ in sent.evaluated] == [0, 10]
-    assert list(sent.rollouts) == list(range(0, 400, 10))
-
-
-@pytest.mark.parametrize("end", [-1, -20, -200, 50])
-def test_an_event_that_a_crash_left_torn_is_written_again(tmp_path: Path, end: int) -> None:
-    run = LoggedRun(tmp_path / "run", f"kind: tensorboard, dir: {tmp_path / 'board'}")
-    run.train(range(12))
-    run.follow()
-    [path] = (tmp_path / "board").glob("small-*/events*")
-    whole = path.read_bytes()
-    path.write_bytes(whole[:end])
-    run.follow()
-    assert path.read_bytes() == whole
+    assert len(sent.steps) <= 600
+    assert {version for version, *_ in sent.evaluated} == {0, 10}
+    assert sorted(sent.rollouts) == list(range(0, 400, 10))
 
 
 def test_a_trackio_that_cannot_start_is_not_tried_again_and_one_that_ends_is_told_of(
@@ -201,19 +210,6 @@ def test_a_trackio_that_cannot_start_is_not_tried_again_and_one_that_ends_is_tol
     told = process.communicate()[1].decode()
     assert process.returncode == EXIT_USER_ERROR
     assert "its script ended with exit code 7" in told or "Broken pipe" in told
-
-
-def test_a_session_of_wandb_waits_for_the_one_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "run.wandb"
-    path.touch()
-    with path.open() as file, subprocess.Popen(["sleep", "6000"], stdin=file) as earlier:
-        monkeypatch.setattr(wandb, "_LEFT_S", 0.0)
-        with pytest.raises(UserError, match="an earlier session still writes here"):
-            wandb._wait_until_closed([path], tmp_path)
-        earlier.kill()
-    wandb._wait_until_closed([path], tmp_path)
 
 
 class FakeWandbServer(BaseHTTPRequestHandler):
@@ -278,18 +274,12 @@ class FakeWandbServer(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-def test_a_server_has_each_entry_once_whatever_it_had_when_the_monitor_was_killed(
+def test_a_server_has_each_entry_once_although_a_monitor_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = Tool("wandb", of_wandb, ())
     lines, files = list[str](), set[str]()
     answering = type("Server", (FakeWandbServer,), {"lines": lines, "files": files, "runs": []})
-
-    def figures() -> list[dict[str, Any]]:
-        rows = [json.loads(line) for line in lines]
-        assert [each["_step"] for each in rows] == list(range(len(rows)))
-        return [each for each in rows if "figure_0" in each]
-
     with ThreadingHTTPServer(("127.0.0.1", 0), answering) as server:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
@@ -298,15 +288,11 @@ def test_a_server_has_each_entry_once_whatever_it_had_when_the_monitor_was_kille
             # given a run whose first monitor is killed, and whose second sends all there is then
             run = LoggedRun(tmp_path / "run", f"kind: {tool.monitor}")
             run.train(range(STEPS))
-            run.kill_at(10)
+            run.kill_at(0)
             run.end()
-            require_all(figures(), tool, STEPS)
-            assert sum("html/rollouts" in name for name in files) == 3
-            # when the server has lost the newest entries, and the run has gone on
-            del lines[-7:]
-            run.train(range(STEPS, STEPS + 10))
-            run.end()
-            # then it has each once all the same
-            require_all(figures(), tool, STEPS + 10)
         finally:
             server.shutdown()
+    rows = [json.loads(line) for line in lines]
+    assert [each["_step"] for each in rows] == list(range(len(rows)))
+    require_all([each for each in rows if "figure_0" in each], tool, STEPS)
+    assert sum("html/rollouts" in name for name in files) == 3
