@@ -1,8 +1,9 @@
 """Strange submissions end no validator, page, report or status.
 
 10,000 are judged and shown in memory. In a real run of the laptop profile the run's own worker is
-stopped by SIGSTOP after the first step, until 200 submissions of forty strange keys are rejected;
-then the run goes on. HOSTILE_IN_MEMORY and HOSTILE_REJECTED choose other numbers.
+stopped by SIGSTOP in three rounds, each until 70 more submissions of strange keys are rejected;
+between the rounds and after them the run goes on. HOSTILE_IN_MEMORY and HOSTILE_A_ROUND choose
+other numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from random import Random
@@ -22,17 +25,18 @@ from runspec.core.keys import SigningKey
 from runspec.local.state import RunState
 from tests.attacks.hostile_keys import hostile, standings
 from tests.attacks.strange import judge
-from tests.harness import standing_still
+from tests.harness import HANG_S, standing_still
 from tests.verify.bench import MODEL
 from tests.verify.small_model import NumpyEngine
 from tests.verify.test_validator import sample
 from tests.waiting import eventually
 
 IN_MEMORY = int(os.environ.get("HOSTILE_IN_MEMORY", "10000"))
-REJECTED = int(os.environ.get("HOSTILE_REJECTED", "200"))
-KEYS = 40
+ROUNDS, A_ROUND = 3, int(os.environ.get("HOSTILE_A_ROUND", "70"))
+"""While no step closes, strangers get 96 leases: four times the groups of each of three steps."""
+KEYS = 60
 """Each is banned after six rejections; what some say of themselves is too long to register."""
-STEPS = 4
+STEPS = 60
 
 
 def run() -> dict[str, dict[str, object]]:
@@ -55,28 +59,43 @@ def _in_memory(folder: Path) -> dict[str, object]:
 
 
 def _real(folder: Path) -> dict[str, object]:
-    # By default three open steps grant strangers 96 leases of two groups.
-    fill = {"algorithm.fill.deadline": "2h", "algorithm.fill.max_groups": 16.0}
-    changes = {"steps": STEPS, "evaluations": "null", **fill}
+    changes = {"steps": STEPS, "algorithm.fill.deadline": "2h", "evaluations": "null"}
     command, run_dir = apply_command("hostile", changes, folder), folder / "hostile"
     with subprocess.Popen(command, stdout=sys.stderr) as process:
         try:
-            eventually((run_dir / "rollouts" / "step_0" / "batch.json").exists, "the first step")
+            eventually(lambda: _steps(run_dir) > 0, "the first step")
             own = SigningKey.load(run_dir / "keys" / "volunteers-0.key").public_hex
-            before = _processes(run_dir)
+            before, rejected = _processes(run_dir), 0
             worker = next(pid for name, pid in before.items() if "volunteers" in name)
-            with standing_still(worker), hostile(run_dir, {"strange": KEYS}):
-                eventually(lambda: _rejected(run_dir, own) >= REJECTED, "the last rejection")
-                # then every role is the process that it was, and the run can be read
-                assert process.poll() is None and _processes(run_dir) == before
-                for command in ("status", "describe", "workers"):
-                    words = [sys.executable, "-m", "runspec", command, str(run_dir)]
-                    subprocess.run(words, check=True, stdout=sys.stderr)
+            with hostile(run_dir, {"strange": KEYS}):
+                for _ in range(ROUNDS):
+                    rejected += A_ROUND
+                    with standing_still(worker):
+                        _wait(lambda most=rejected: _rejected(run_dir, own) >= most)
+                        # then every role is the process that it was, and the run can be read
+                        assert process.poll() is None and _processes(run_dir) == before
+                        for command in ("status", "describe", "workers"):
+                            words = [sys.executable, "-m", "runspec", command, str(run_dir)]
+                            subprocess.run(words, check=True, stdout=sys.stderr)
+                        steps = _steps(run_dir)
+                    _wait(lambda most=steps: _steps(run_dir) > most)
             code = process.wait()
         finally:
-            process.kill()
+            process.terminate()
     assert code == 0 and (run_dir / "summary.json").exists() and (run_dir / "report.html").exists()
     return {"rejected": _rejected(run_dir, own), "keys": KEYS, "steps": STEPS, "restarts": 0}
+
+
+def _wait(holds: Callable[[], bool]) -> None:
+    ends = time.monotonic() + HANG_S
+    while not holds():
+        assert time.monotonic() < ends, "a round does not end"
+        time.sleep(1.0)
+
+
+def _steps(run_dir: Path) -> int:
+    """Steps that are closed."""
+    return len([*run_dir.glob("rollouts/step_*/batch.json")])
 
 
 def _rejected(run_dir: Path, own: str) -> int:
