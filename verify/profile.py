@@ -21,7 +21,7 @@ from verify.thresholds import ChunkLimits, GapNoise, Limits, Precision, limits_f
 
 KIND = "calibration"
 FORMULA: Literal["exponential-tail/2"] = "exponential-tail/2"
-"""Name of the formula from measurements to limits (`verify.calibration.tails`, `.derive`)."""
+"""Name of the formula from measurements to limits (`verify.calibration.derive`)."""
 MAX_SHORT = 8
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
