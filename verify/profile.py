@@ -13,10 +13,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from runspec.core.keys import SigningKey
-from runspec.core.signed import CLOCK_SKEW_S, BadSignature, sign_document
+from runspec.core.signed import CLOCK_SKEW_S, BadSignature, open_payload, sign_document
 from runspec.core.spec.resolved import MAX_PROFILE_BYTES
 from runspec.core.spec.schema import FloatType, RunSpec, SamplerPool
-from verify.formats.payload import open_payload
 from verify.thresholds import ChunkLimits, GapNoise, Limits, Precision, limits_for, precision_of
 
 KIND = "calibration"

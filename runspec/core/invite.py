@@ -14,10 +14,21 @@ import binascii
 import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
 
 from runspec.core.hashing import is_digest
-from runspec.core.keys import SigningKey, is_public_key
-from runspec.core.signed import BadSignature, is_time, open_document, sign_document
+from runspec.core.keys import SigningKey
+from runspec.core.signed import (
+    STRICT,
+    BadSignature,
+    PublicKey,
+    Time,
+    open_document,
+    open_payload,
+    sign_document,
+)
 
 KIND, PROOF_KIND = "invite", "invited"
 MAX_BYTES = 1024
@@ -30,15 +41,19 @@ MAX_USES = 1_000_000
 class Invite:
     """Document that the coordinator's key signs."""
 
+    __pydantic_config__ = STRICT
+
     run: str
-    key: str
+    key: PublicKey
     """Public key of the invite, by which its uses are counted."""
     pool: str | None
     """Pool that it is for; None: any."""
-    uses: int
+    uses: Annotated[int, Field(gt=0, le=MAX_USES)]
     """Number of keys that may be registered with it."""
-    expires: float
-    """Seconds since the epoch."""
+    expires: Time
+
+
+_CODEC = TypeAdapter(Invite)
 
 
 def make_invite(
@@ -117,14 +132,9 @@ def open_invite(
     document, proof = used["document"], used["proof"]
     if not (isinstance(document, str) and isinstance(proof, str)):
         raise BadSignature("invite: document and proof must be text")
-    payload = open_document(
-        document.encode(), kind=KIND, keys=coordinators, max_bytes=MAX_BYTES
-    ).payload
-    try:
-        invite = Invite(**payload)
-    except TypeError as error:
-        raise BadSignature(f"invite: {error}") from error
-    _check_fields(invite)
+    invite, _ = open_payload(
+        _CODEC, document.encode(), kind=KIND, keys=coordinators, max_bytes=MAX_BYTES
+    )
     if invite.run != run:
         raise BadSignature(f"invite: of run {invite.run[:80]!r}, not {run!r}")
     if now > invite.expires:
@@ -135,14 +145,3 @@ def open_invite(
     if shown.payload != {"worker": worker}:
         raise BadSignature("invite: the proof is for another key")
     return invite
-
-
-def _check_fields(invite: Invite) -> None:
-    if not (isinstance(invite.run, str) and is_public_key(invite.key)):
-        raise BadSignature("invite: run or key is malformed")
-    if not (invite.pool is None or isinstance(invite.pool, str)):
-        raise BadSignature("invite: pool must be a name or null")
-    if type(invite.uses) is not int or not 0 < invite.uses <= MAX_USES:
-        raise BadSignature(f"invite: uses must be 1 to {MAX_USES}")
-    if not is_time(invite.expires):
-        raise BadSignature("invite: expires must be a number, of seconds since the epoch")

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Annotated, Any, TypeGuard, TypeVar
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
-from runspec.core.keys import SigningKey, signature_is_valid
+from runspec.core.hashing import is_digest
+from runspec.core.keys import SigningKey, is_public_key, signature_is_valid
 
 ALGORITHM = "ed25519"
 CLOCK_SKEW_S = 300.0
@@ -78,6 +81,59 @@ def open_document(
     if not signature_is_valid(key, _message(kind, payload), signature):
         raise BadSignature(f"{kind}: the signature does not match")
     return SignedDocument(kind, payload, key)
+
+
+T = TypeVar("T")
+
+
+def _digest(text: str) -> str:
+    if not is_digest(text):
+        raise ValueError("64 hex characters are needed")
+    return text
+
+
+def _public_key(text: str) -> str:
+    if not is_public_key(text):
+        raise ValueError("a public key is needed")
+    return text
+
+
+STRICT = ConfigDict(extra="forbid", strict=True)
+"""`__pydantic_config__` of a payload, a frozen dataclass whose annotations constrain its fields: no
+other fields, and no values of another type."""
+Digest = Annotated[str, AfterValidator(_digest)]
+"""A BLAKE3 digest, a public key, or a nonce: 64 hex characters."""
+PublicKey = Annotated[str, AfterValidator(_public_key)]
+Natural = Annotated[int, Field(ge=0, lt=2**31)]
+Time = Annotated[float, Field(ge=0, lt=2**53)]
+"""Seconds since the epoch."""
+
+
+def open_payload(
+    codec: TypeAdapter[T], data: bytes, *, kind: str, keys: Collection[str] | None, max_bytes: int
+) -> tuple[T, str]:
+    """Check a signed document; return the value of its payload and the key that signed it.
+
+    Args:
+        codec: adapter of the value's type.
+        data: the signed document.
+        kind: kind of the document.
+        keys: keys that may have signed it; None: any key.
+        max_bytes: largest size of the document.
+
+    Raises:
+        BadSignature: the document is too large, not of the kind, or not signed by one of the keys;
+            or a field is missing, unknown, of another type or out of range.
+    """
+    document = open_document(data, kind=kind, keys=keys, max_bytes=max_bytes)
+    try:
+        # Validated as JSON, because strict fields accept its lists and numbers.
+        return codec.validate_json(canonical_json(document.payload)), document.key
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])[:80]
+        message = first["msg"].removeprefix("Value error, ")[:120]
+        raise BadSignature(f"{kind}: {field}: {message}") from error
 
 
 def is_time(value: object) -> TypeGuard[float]:

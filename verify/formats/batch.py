@@ -8,10 +8,9 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, sign_document
+from runspec.core.signed import STRICT, BadSignature, Digest, Natural, open_payload, sign_document
 from verify.formats.islands import IslandShare, check_shares, without_empty_shares
 from verify.formats.lease import Lease
-from verify.formats.payload import STRICT, Digest, Natural, open_payload
 
 KIND = "batch"
 FILE_NAME = "batch.json"

@@ -15,11 +15,17 @@ from pydantic import AfterValidator, Field, TypeAdapter
 
 from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, open_document, sign_document
+from runspec.core.signed import (
+    STRICT,
+    BadSignature,
+    Digest,
+    open_document,
+    open_payload,
+    sign_document,
+)
 from runspec.core.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
 from runspec.core.spec.resolved import dump_resolved, parse_resolved
 from runspec.core.spec.schema import RunSpec
-from verify.formats.payload import STRICT, Digest, open_payload
 
 SITE_KIND = "site"
 MAX_FILES = 4096

@@ -12,10 +12,9 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter
 
 from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, sign_document
+from runspec.core.signed import STRICT, BadSignature, Digest, Natural, open_payload, sign_document
 from runspec.core.spec.schema import RunSpec
 from verify.formats.islands import IslandShare, check_shares, without_empty_shares
-from verify.formats.payload import STRICT, Digest, Natural, open_payload
 
 KIND = "ranges"
 MAX_BYTES = 256 * 1024

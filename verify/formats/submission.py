@@ -9,9 +9,8 @@ from pydantic import TypeAdapter
 
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, sign_document
+from runspec.core.signed import STRICT, BadSignature, Digest, Natural, open_payload, sign_document
 from runspec.core.spec.schema import RunSpec, SamplerPool
-from verify.formats.payload import STRICT, Digest, Natural, open_payload
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
 from verify.toploc.codec import PROOF_BYTES
 from verify.toploc.selection import CHUNK_ROWS

@@ -12,8 +12,7 @@ from pydantic import TypeAdapter
 from runspec.core.errors import one_line
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, sign_document
-from verify.formats.payload import STRICT, Digest, Natural, open_payload
+from runspec.core.signed import STRICT, BadSignature, Digest, Natural, open_payload, sign_document
 from verify.formats.tables import Column, MalformedTable, Schema, decode_table, encode_table, text
 
 KIND = "verdict"
