@@ -6,7 +6,7 @@ was measured for a pool (`verify.calibration`) replaces them, and the spec's `ve
 replaces both.
 
 `GapNoise` limits how far rounding may move the seeded choice: a budget of gaps for each token,
-which falls with the number of tokens. The gap g_t of a token (`SeededSamplingCheck`) is 0 unless
+which falls with the number of tokens. The gap g_t of a token (`seeded_sampling`) is 0 unless
 rounding changed the choice. It counts up to a cap, x_t = min(g_t, cap). The one assumption is:
 given prompt and tokens before, honest x_t have means that are mu at most on average over the tokens
 of a submission. exp is convex, so for theta > 0, whatever the distribution is,

@@ -14,7 +14,7 @@ distance of the log-probs (the first order cancels), as the mean gap of seeded s
 `gap_mean` nats a token are subtracted. A token at the edge of top-k or top-p that some samplers cut
 is no evidence.
 
-`ENDS` checks where rollouts end, by the same products for the end token alone. With h_t its
+`ends` checks where rollouts end, by the same products for the end token alone. With h_t its
 probability at position t and a_t that of another policy, a position adds log a_t / h_t where the
 rollout ends and log (1 - a_t) / (1 - h_t) where it goes on. The a_t are:
 
@@ -32,15 +32,13 @@ a_t lies beyond these odds, the mean of each ratio is at most 1 for every h betw
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
 from runspec.core.errors import UserError
 from verify.checks.base import Subject, at_most, few_exceptions
 from verify.choices import HEADS, POWERS, Choices
-from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult
 from verify.recompute import Recomputed
 from verify.thresholds import Limits
@@ -109,68 +107,72 @@ def sums(choices: Choices, slack: float) -> np.ndarray:
     return (log_ratios(choices) - slack).sum(axis=0)
 
 
-@dataclass(frozen=True)
-class EvidenceCheck:
-    """Check of the log of the evidence of each rollout; the limit is log(2 R / alpha) for R."""
+def each_evidence(name: str, names: Sequence[str], sums: Sequence[np.ndarray]) -> list[CheckResult]:
+    """Judge the evidence of each of R rollouts; the limit is log(2 R / alpha).
 
-    name: str
-    alternatives: Sequence[str]
-    """Names of the policies that are compared with the run's."""
-    sums: Callable[[Rollout, Choices, Limits], np.ndarray]
-    """Returns f64 [len(alternatives)], the log of each product of ratios over a rollout."""
-
-    def run(self, subject: Subject) -> list[CheckResult]:
-        rows = subject.prefilled
-        return self.judged([self.sums(row, choices_of(c), subject.limits) for row, c in rows])
-
-    def judged(self, rows: Sequence[np.ndarray]) -> list[CheckResult]:
-        """Return a result for each rollout's `sums`."""
-        limit = math.log(2.0 * len(rows) / ALPHA)
-        found = [evidence(row, self.alternatives) for row in rows]
-        return [at_most(self.name, value, limit, words) for value, words in found]
+    Args:
+        name: name of the check.
+        names: names of the alternatives.
+        sums: f64 [len(names)] of each rollout, the log of each product of ratios.
+    """
+    limit, found = math.log(2.0 * len(sums) / ALPHA), [evidence(each, names) for each in sums]
+    return [at_most(name, value, limit, words) for value, words in found]
 
 
-class SubmissionEvidenceCheck(EvidenceCheck):
-    """Check of the log of the evidence of all rollouts together; the limit is log(2 / alpha)."""
-
-    def judged(self, rows: Sequence[np.ndarray]) -> list[CheckResult]:
-        value, words = evidence(np.sum(rows, axis=0), self.alternatives)
-        return [at_most(self.name, value, math.log(2.0 / ALPHA), words)] * len(rows)
+def all_evidence(name: str, names: Sequence[str], sums: Sequence[np.ndarray]) -> list[CheckResult]:
+    """Judge the evidence of all rollouts together; the limit is log(2 / alpha)."""
+    value, words = evidence(np.sum(sums, axis=0), names)
+    return [at_most(name, value, math.log(2.0 / ALPHA), words)] * len(sums)
 
 
-def _sums(row: Rollout, choices: Choices, limits: Limits) -> np.ndarray:
-    return sums(choices, limits.gap_mean)
+def chosen_tokens(subject: Subject) -> list[CheckResult]:
+    return each_evidence("chosen_tokens", NAMES, _token_sums(subject))
 
 
-CHOSEN_TOKENS = EvidenceCheck("chosen_tokens", NAMES, _sums)
-CHOSEN_TOKENS_SUBMISSION = SubmissionEvidenceCheck("chosen_tokens_submission", NAMES, _sums)
+def chosen_tokens_submission(subject: Subject) -> list[CheckResult]:
+    return all_evidence("chosen_tokens_submission", NAMES, _token_sums(subject))
 
 
-class KeptTokensCheck:
-    """Checks that tokens are among those that a sampler with top-k or top-p may keep.
+def ends(subject: Subject) -> list[CheckResult]:
+    return each_evidence("ends", END_NAMES, _end_sums(subject))
+
+
+def ends_submission(subject: Subject) -> list[CheckResult]:
+    return all_evidence("ends_submission", END_NAMES, _end_sums(subject))
+
+
+def _token_sums(subject: Subject) -> list[np.ndarray]:
+    return [sums(choices_of(c), subject.limits.gap_mean) for _, c in subject.prefilled]
+
+
+def _end_sums(subject: Subject) -> list[np.ndarray]:
+    tau = subject.limits.gap
+    return [
+        end_sums(choices_of(c), ended=row.finish_reason == "stop", tau=tau)
+        for row, c in subject.prefilled
+    ]
+
+
+def kept_tokens(subject: Subject) -> list[CheckResult]:
+    """Check that tokens are among those that a sampler with top-k or top-p may keep.
 
     `verify.truncation` defines these tokens, and how far a token may lie below. The share of
     exceptions is that of seeded choices (`few_exceptions`).
     """
+    return [
+        judge_outside(choices_of(found).outside, subject.limits) for _, found in subject.prefilled
+    ]
 
-    name = "kept_tokens"
 
-    def run(self, subject: Subject) -> list[CheckResult]:
-        rows = [choices_of(found).outside for _, found in subject.prefilled]
-        return self.judged(rows, subject.limits)
-
-    def judged(self, rows: Sequence[np.ndarray], limits: Limits) -> list[CheckResult]:
-        """Return a result for each rollout's `Choices.outside`."""
-        return [
-            few_exceptions(
-                self.name,
-                outside,
-                limits,
-                largest="token {token} lies below those that top-k and top-p keep",
-                over="tokens below those that are kept, by more than",
-            )
-            for outside in rows
-        ]
+def judge_outside(outside: np.ndarray, limits: Limits) -> CheckResult:
+    """Judge `Choices.outside` of one rollout."""
+    return few_exceptions(
+        "kept_tokens",
+        outside,
+        limits,
+        largest="token {token} lies below those that top-k and top-p keep",
+        over="tokens below those that are kept, by more than",
+    )
 
 
 def end_sums(choices: Choices, *, ended: bool, tau: float) -> np.ndarray:
@@ -198,11 +200,3 @@ def _log_odds(log_end: np.ndarray) -> np.ndarray:
     """Return log-odds, f64 [n], from log-probs of the end token."""
     log_end = np.clip(log_end.astype(np.float64), _IMPOSSIBLE, _CERTAIN)
     return log_end - np.log(-np.expm1(log_end))
-
-
-def _end_sums(row: Rollout, choices: Choices, limits: Limits) -> np.ndarray:
-    return end_sums(choices, ended=row.finish_reason == "stop", tau=limits.gap)
-
-
-ENDS = EvidenceCheck("ends", END_NAMES, _end_sums)
-ENDS_SUBMISSION = SubmissionEvidenceCheck("ends_submission", END_NAMES, _end_sums)

@@ -73,20 +73,16 @@ def _hash(tokens: np.ndarray) -> int:
     return int.from_bytes(digest, "big", signed=True)
 
 
-class DuplicateCheck:
-    """Checks for runs that a row shares with an earlier row. The value counts them.
+def duplicates(subject: Subject) -> list[CheckResult]:
+    """Find runs that a row shares with an earlier row. The value counts them.
 
     The coordinator compares rows of different submissions, because only it sees all verdicts.
     """
-
-    name = "duplicates"
-
-    def run(self, subject: Subject) -> list[CheckResult]:
-        first: dict[int, int] = {}
-        results = []
-        for row, prints in enumerate(subject.fingerprints):
-            shared = [first[p] for p in prints if first.setdefault(p, row) != row]
-            results.append(
-                no_faults(self.name, [f"a run of tokens of row {other}" for other in shared])
-            )
-        return results
+    first: dict[int, int] = {}
+    results = []
+    for row, prints in enumerate(subject.fingerprints):
+        shared = [first[p] for p in prints if first.setdefault(p, row) != row]
+        results.append(
+            no_faults("duplicates", [f"a run of tokens of row {other}" for other in shared])
+        )
+    return results

@@ -61,82 +61,36 @@ def several_versions(row: Rollout) -> CheckResult:
     )
 
 
-class RolloutLogprobCheck:
-    """Checks (1/n) sum_t |log mu_claimed(o_t) - log pi_v(o_t)| of a rollout (`logprob_limit`)."""
-
-    name = "logprobs"
-
-    def run(self, subject: Subject) -> list[CheckResult]:
-        limit = subject.limits.logprob_rollout
-        words = "claimed against recomputed log-probs"
-        return [
-            at_most(self.name, logprob_diff(row, found), logprob_limit(limit, [row]), words)
-            for row, found in subject.prefilled
-        ]
+def logprobs(subject: Subject) -> list[CheckResult]:
+    """Check (1/n) sum_t |log mu_claimed(o_t) - log pi_v(o_t)| of a rollout (`logprob_limit`)."""
+    limit, words = subject.limits.logprob_rollout, "claimed against recomputed log-probs"
+    return [
+        at_most("logprobs", logprob_diff(row, found), logprob_limit(limit, [row]), words)
+        for row, found in subject.prefilled
+    ]
 
 
-class SubmissionLogprobCheck:
-    """Checks the same mean over all tokens of the submission, with a tighter limit."""
-
-    name = "logprobs_submission"
-
-    def run(self, subject: Subject) -> list[CheckResult]:
-        mean = float(np.concatenate([_distances(*pair) for pair in subject.prefilled]).mean())
-        rows = [row for row, _ in subject.prefilled]
-        limit = logprob_limit(subject.limits.logprob_submission, rows)
-        result = at_most(self.name, mean, limit, "mean over the submission")
-        return [result] * len(subject.prefilled)
+def logprobs_submission(subject: Subject) -> list[CheckResult]:
+    """Check the same mean over all tokens of the submission, with a tighter limit."""
+    mean = float(np.concatenate([_distances(*pair) for pair in subject.prefilled]).mean())
+    rows = [row for row, _ in subject.prefilled]
+    limit = logprob_limit(subject.limits.logprob_submission, rows)
+    return [at_most("logprobs_submission", mean, limit, "mean over the submission")] * len(rows)
 
 
-class SeededSamplingCheck:
-    """Checks that each token is the argmax of logits / T + noise, or lies close below it.
+def seeded_sampling(subject: Subject) -> list[CheckResult]:
+    """Check that each token is the argmax of logits / T + noise, or lies close below it.
 
     The gap g_t is the recomputed maximum minus the chosen token's value. `few_exceptions` defines
     how many gaps may exceed tau, and by how much.
     """
-
-    name = "seeded_sampling"
-
-    def run(self, subject: Subject) -> list[CheckResult]:
-        return [judge_gaps(_gaps(found), subject.limits) for _, found in subject.prefilled]
-
-
-class SubmissionSamplingCheck:
-    """Checks (1/N) sum_t g_t <= gap_mean + gap / N over the N tokens of a submission.
-
-    Slightly different weights move few tokens, each by a little. The mean gap grows with the square
-    of the distance in log-probs, so it tells them from rounding even if no single token does. In a
-    calibrated pool the gaps must also keep the budget of its rounding (`verify.thresholds`).
-    """
-
-    name = "seeded_sampling_submission"
-
-    def run(self, subject: Subject) -> list[CheckResult]:
-        gaps = np.concatenate([_gaps(found) for _, found in subject.prefilled])
-        return [judge_all_gaps(gaps, subject.limits)] * len(subject.prefilled)
-
-
-class ProofCheck:
-    """Checks TOPLOC proofs against the recomputed activations.
-
-    The reported value and limit are those of `judge_proofs` that come nearest to failing.
-    """
-
-    name = "toploc"
-
-    def run(self, subject: Subject) -> list[CheckResult]:
-        return [self._row(found, subject.limits) for _, found in subject.prefilled]
-
-    def _row(self, recomputed: Recomputed, limits: Limits) -> CheckResult:
-        if isinstance(recomputed.proof, MalformedProof):
-            return CheckResult(self.name, False, 1.0, 0.0, str(recomputed.proof))
-        return nearest_to_failing(judge_proofs(recomputed.proof, limits))
+    return [judge_gaps(_gaps(found), subject.limits) for _, found in subject.prefilled]
 
 
 def judge_gaps(gaps: np.ndarray, limits: Limits) -> CheckResult:
     """Judge the gaps of one rollout, f32 [n]: the largest, or how many exceed tau."""
     return few_exceptions(
-        SeededSamplingCheck.name,
+        "seeded_sampling",
         gaps,
         limits,
         largest="gap of token {token}, below the sampled one",
@@ -144,9 +98,20 @@ def judge_gaps(gaps: np.ndarray, limits: Limits) -> CheckResult:
     )
 
 
+def seeded_sampling_submission(subject: Subject) -> list[CheckResult]:
+    """Check (1/N) sum_t g_t <= gap_mean + gap / N over the N tokens of a submission.
+
+    Slightly different weights move few tokens, each by a little. The mean gap grows with the square
+    of the distance in log-probs, so it tells them from rounding even if no single token does. In a
+    calibrated pool the gaps must also keep the budget of its rounding (`verify.thresholds`).
+    """
+    gaps = np.concatenate([_gaps(found) for _, found in subject.prefilled])
+    return [judge_all_gaps(gaps, subject.limits)] * len(subject.prefilled)
+
+
 def judge_all_gaps(gaps: np.ndarray, limits: Limits) -> CheckResult:
     """Judge the gaps of all tokens of a submission, f32 [N], by the number nearest to failing."""
-    name, tokens, noise = SubmissionSamplingCheck.name, len(gaps), limits.gap_noise
+    name, tokens, noise = "seeded_sampling_submission", len(gaps), limits.gap_noise
     mean, most = float(gaps.mean(dtype=np.float64)), limits.gap_mean + limits.gap / tokens
     results = [at_most(name, mean, most, "mean gap over the submission")]
     if noise is not None:
@@ -154,6 +119,19 @@ def judge_all_gaps(gaps: np.ndarray, limits: Limits) -> CheckResult:
         words = f"mean gap over the submission, each counted up to {noise.cap:g}"
         results.append(at_most(name, counted, most, words))
     return nearest_to_failing(results)
+
+
+def toploc(subject: Subject) -> list[CheckResult]:
+    """Check TOPLOC proofs against the recomputed activations.
+
+    The reported value and limit are those of `judge_proofs` that come nearest to failing.
+    """
+    return [
+        CheckResult("toploc", False, 1.0, 0.0, str(found.proof))
+        if isinstance(found.proof, MalformedProof)
+        else nearest_to_failing(judge_proofs(found.proof, subject.limits))
+        for _, found in subject.prefilled
+    ]
 
 
 def judge_proofs(chunks: Sequence[ChunkStatistics], limits: Limits) -> list[CheckResult]:
@@ -179,12 +157,12 @@ def judge_proofs(chunks: Sequence[ChunkStatistics], limits: Limits) -> list[Chec
         else:
             weak.append(test.bits)
         results += [
-            at_most(ProofCheck.name, value, limit, f"{what} of chunk {number}")
+            at_most("toploc", value, limit, f"{what} of chunk {number}")
             for what, value, limit in measures
         ]
     if weak:
         words = f"chunks too short or too predictable to tell from a guess, {min(weak):.0f} bits"
-        results.append(at_most(ProofCheck.name, len(weak), len(chunks), words))
+        results.append(at_most("toploc", len(weak), len(chunks), words))
     return results
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 
 from runspec.core.hashing import digest_bytes
 from runspec.core.signed import BadSignature
-from verify.checks.base import Subject, at_most, no_faults
+from verify.checks.base import Subject, at_most, no_faults, row_check
 from verify.formats.lease import Lease
 from verify.formats.submission import Rollout, decode_rollouts, open_submission
 from verify.formats.tables import MalformedTable
@@ -80,19 +79,8 @@ def open_rows(
     return rollouts
 
 
-@dataclass(frozen=True)
-class ValuesCheck:
-    """Checks each row by itself. The value counts the row's faults."""
-
-    name: str
-    faults: Callable[[Rollout, Subject], Iterator[str]]
-    """Yields what is wrong with a row."""
-
-    def run(self, subject: Subject) -> list[CheckResult]:
-        return [no_faults(self.name, list(self.faults(r, subject))) for r in subject.rollouts]
-
-
-def _bounds(row: Rollout, subject: Subject) -> Iterator[str]:
+@row_check
+def bounds(row: Rollout, subject: Subject) -> Iterator[str]:
     """Yield wrong lengths, tokens outside the vocabulary, and numbers that are not finite."""
     tokens, logprobs = row.output_tokens, row.logprobs
     longest = subject.max_output(row)
@@ -111,7 +99,8 @@ def _bounds(row: Rollout, subject: Subject) -> Iterator[str]:
             yield f"{name} {value}"
 
 
-def _termination(row: Rollout, subject: Subject) -> Iterator[str]:
+@row_check
+def termination(row: Rollout, subject: Subject) -> Iterator[str]:
     """Require `stop` with the end token last and nowhere else, or `length` at the largest
     length."""
     ends = np.flatnonzero(row.output_tokens == subject.task_set.eos_token_id)
@@ -128,7 +117,8 @@ def _termination(row: Rollout, subject: Subject) -> Iterator[str]:
         yield f"finish reason {row.finish_reason[:40]!r}"
 
 
-def _versions(row: Rollout, subject: Subject) -> Iterator[str]:
+@row_check
+def versions(row: Rollout, subject: Subject) -> Iterator[str]:
     """Require versions of single tokens in trusted pools with `in_flight_updates`, and in no
     others.
 
@@ -154,7 +144,8 @@ def _versions(row: Rollout, subject: Subject) -> Iterator[str]:
         yield f"a token of version {outside[0]}, outside [{oldest}, {newest}]"
 
 
-def _proof_format(row: Rollout, subject: Subject) -> Iterator[str]:
+@row_check
+def proof_format(row: Rollout, subject: Subject) -> Iterator[str]:
     """Require one well-formed proof for each chunk of the output."""
     chunks = -(-len(row.output_tokens) // CHUNK_ROWS)
     if len(row.proofs) != chunks:
@@ -167,41 +158,29 @@ def _proof_format(row: Rollout, subject: Subject) -> Iterator[str]:
             yield f"proof {number}: {error}"
 
 
-BOUNDS = ValuesCheck("bounds", _bounds)
-VERSIONS = ValuesCheck("versions", _versions)
-TERMINATION = ValuesCheck("termination", _termination)
-PROOF_FORMAT = ValuesCheck("proof_format", _proof_format)
-
-
-class AssignmentCheck:
-    """Compares rows with the lease: each (group, sample) once, with the group's problem and prompt.
+def assignment(subject: Subject) -> list[CheckResult]:
+    """Compare rows with the lease: each (group, sample) once, with the group's problem and prompt.
 
     The value is the number of fields that differ.
     """
-
-    name = "assignment"
-
-    def run(self, subject: Subject) -> list[CheckResult]:
-        task_set = subject.task_set
-        tasks = [
-            (
-                task_set.problem(given.problem).problem_id,
-                given.target,
-                list(task_set.prompt_tokens(given.problem, given.target)),
-            )
-            for given in subject.assignments
-        ]
-        times = Counter((r.group, r.sample) for r in subject.rollouts)
-        expected = len(tasks) * subject.group_size
-        count = len(subject.rollouts)
-        missing = [f"{count} rows, the lease asks for {expected}"] if count != expected else []
-        return [
-            no_faults(
-                self.name,
-                [*missing, *_faults(row, times[row.group, row.sample], subject, tasks)],
-            )
-            for row in subject.rollouts
-        ]
+    task_set = subject.task_set
+    tasks = [
+        (
+            task_set.problem(given.problem).problem_id,
+            given.target,
+            list(task_set.prompt_tokens(given.problem, given.target)),
+        )
+        for given in subject.assignments
+    ]
+    times = Counter((r.group, r.sample) for r in subject.rollouts)
+    expected, count = len(tasks) * subject.group_size, len(subject.rollouts)
+    missing = [f"{count} rows, the lease asks for {expected}"] if count != expected else []
+    return [
+        no_faults(
+            "assignment", [*missing, *_faults(row, times[row.group, row.sample], subject, tasks)]
+        )
+        for row in subject.rollouts
+    ]
 
 
 def _faults(
@@ -239,8 +218,8 @@ def _differing(fields: list[tuple[str, object, object]]) -> Iterator[str]:
             yield f"{name} is {str(claimed)[:_SHOWN]!r}, assigned {str(assigned)[:_SHOWN]!r}"
 
 
-class RewardCheck:
-    """Compares claimed and re-graded rewards: task reward T and length penalty P.
+def reward(subject: Subject) -> list[CheckResult]:
+    """Compare claimed and re-graded rewards: task reward T and length penalty P.
 
     The value is max(|T - T'|, |P - P'|). A false claim rejects the submission.
 
@@ -248,22 +227,18 @@ class RewardCheck:
     the same program. P is then compared only if both agree on T, because some forms of P depend on
     T. Training always uses the re-graded rewards.
     """
-
-    name = "reward"
-
-    def run(self, subject: Subject) -> list[CheckResult]:
-        results = []
-        for row, graded in zip(subject.rollouts, subject.grades, strict=True):
-            if graded is None:  # the grader failed, so the worker is not at fault
-                results.append(no_faults(self.name, []))
-                continue
-            task = _distance(row.task_reward, graded.task_reward)
-            length = _distance(row.length_penalty, graded.length_penalty)
-            value, words = max(task, length), "claimed against re-graded"
-            if not graded.repeatable and task > REWARD_TOLERANCE:
-                value, words = 0.0, "not repeatable"
-            results.append(at_most(self.name, value, REWARD_TOLERANCE, words))
-        return results
+    results = []
+    for row, graded in zip(subject.rollouts, subject.grades, strict=True):
+        if graded is None:  # the grader failed, so the worker is not at fault
+            results.append(no_faults("reward", []))
+            continue
+        task = _distance(row.task_reward, graded.task_reward)
+        length = _distance(row.length_penalty, graded.length_penalty)
+        value, words = max(task, length), "claimed against re-graded"
+        if not graded.repeatable and task > REWARD_TOLERANCE:
+            value, words = 0.0, "not repeatable"
+        results.append(at_most("reward", value, REWARD_TOLERANCE, words))
+    return results
 
 
 def _distance(claimed: float, graded: float) -> float:
