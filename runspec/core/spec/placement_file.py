@@ -11,18 +11,12 @@ from dataclasses import replace
 
 from runspec.core.spec.findings import Finding, Place
 from runspec.core.spec.schema import VERSION
-from runspec.core.spec.schema_fields import (
-    SchemaField,
-    block_in,
-    close_match,
-    named_item,
-    schema_fields,
-)
+from runspec.core.spec.schema_fields import block_in, close_match, named_item, schema_fields
 from runspec.core.spec.yaml_nodes import (
-    Entry,
     ListNode,
     MapNode,
     Node,
+    named_entries,
     object_name,
     text_at,
     value_at,
@@ -49,124 +43,98 @@ def site_layers(
         recipe: the merged layers below it; None if a placement is checked by itself.
         findings: receives a finding for each forbidden field.
     """
-    if not layers or not _header_is_right(layers[-1], findings):
+    if not layers:
         return []
-    scope = _Scope(findings)
-    return [scope.map(_without_header(layer), "", "", recipe) for layer in layers]
-
-
-def _header_is_right(own: MapNode, findings: list[Finding]) -> bool:
-    key, message, hint = "", "", ""
+    own, wrong = layers[-1], None
     if not is_placement(own):
-        key, message = "kind", f"a file of kind {KIND} was expected"
         hint = "a spec goes first on the command line, and what it builds on under `extends`"
+        wrong = ("kind", SCOPE, f"a file of kind {KIND} was expected", hint)
     elif text_at(own, "version") != VERSION:
-        key, message = "version", f"version {VERSION} was expected"
-    if message:
+        wrong = ("version", "bad-value", f"version {VERSION} was expected", "")
+    if wrong is not None:
+        key, code, message, hint = wrong
         place = (value_at(own, key) or own).place
-        code = SCOPE if key == "kind" else "bad-value"
         findings.append(Finding(place, code, message, path=key, suggestion=hint, blocking=True))
-    return not message
+        return []
+    return [
+        _site_part(
+            replace(layer, entries={k: e for k, e in layer.entries.items() if k not in HEADER}),
+            "",
+            "",
+            recipe,
+            findings,
+        )
+        for layer in layers
+    ]
 
 
-def _without_header(layer: MapNode) -> MapNode:
-    entries = {key: entry for key, entry in layer.entries.items() if key not in HEADER}
-    return replace(layer, entries=entries)
+def _site_part(
+    node: MapNode, schema: str, shown: str, below: Node | None, findings: list[Finding]
+) -> MapNode:
+    """Return a map without the keys that a site may not set.
 
-
-class _Scope:
-    """Removes from a layer the fields that a site may not set."""
-
-    def __init__(self, findings: list[Finding]) -> None:
-        self._findings = findings
-
-    def map(self, node: MapNode, schema: str, shown: str, below: Node | None) -> MapNode:
-        """Return `node` without the forbidden keys.
-
-        Args:
-            schema: path in the schema, `<name>` for names, with a final dot.
-            shown: the same path as people write it.
-            below: node of the recipe at this path.
-        """
-        entries = {}
-        for key, entry in node.entries.items():
-            kept = self._entry(key, entry, schema, shown, below)
-            if kept is not None:
-                entries[key] = kept
-        return replace(node, entries=entries)
-
-    def _entry(
-        self, key: str, entry: Entry, schema: str, shown: str, below: Node | None
-    ) -> Entry | None:
+    Args:
+        node: the map.
+        schema: path in the schema, `<name>` for names, with a final dot.
+        shown: the same path as people write it.
+        below: node of the recipe at this path.
+        findings: receives a finding for each key.
+    """
+    entries = {}
+    for key, entry in node.entries.items():
         field, path = schema_fields().get(f"{schema}{key}"), f"{shown}{key}"
+        kept: Node | None = None
         if field is None or field.site or (key == "name" and schema.endswith("<name>.")):
-            return entry  # unknown keys are found when layers merge
-        value, is_named = entry.value, named_item(field.annotation) is not None
-        there = value_at(below, key)
-        if block_in(field.annotation) and isinstance(value, MapNode):
-            kept: Node = self.map(value, f"{field.path}.", f"{path}.", there)
-        elif is_named and isinstance(value, MapNode):
-            kept = self._named_map(value, field, path, there)
-        elif is_named and isinstance(value, ListNode) and value.items:
-            kept = self._named_list(value, field, path, there)
+            kept = entry.value  # unknown keys are found when layers merge
+        elif block_in(field.annotation) and isinstance(entry.value, MapNode):
+            there = value_at(below, key)
+            kept = _site_part(entry.value, f"{field.path}.", f"{path}.", there, findings)
+        elif named_item(field.annotation) and (
+            isinstance(entry.value, MapNode)
+            or (isinstance(entry.value, ListNode) and entry.value.items)
+        ):
+            there = value_at(below, key)
+            kept = _site_items(entry.value, f"{field.path}.<name>.", path, there, findings)
         else:
-            self._refuse(entry.key_place, field, path)
-            return None
-        if isinstance(kept, ListNode) and not kept.items:
-            return None  # an empty list would delete the recipe's items
-        return replace(entry, value=kept)
+            _refuse(entry.key_place, path, findings)
+        if kept is not None:
+            entries[key] = replace(entry, value=kept)
+    return replace(node, entries=entries)
 
-    def _named_map(
-        self, node: MapNode, field: SchemaField, path: str, there: Node | None
-    ) -> MapNode:
-        entries = {}
-        for name, entry in node.entries.items():
-            if not self._is_known(name, entry.key_place, path, there):
-                continue
-            if isinstance(entry.value, MapNode):
-                kept = self._item(entry.value, field, f"{path}.{name}", there, name)
-                entries[name] = replace(entry, value=kept)
-            else:
-                self._refuse(entry.key_place, field, f"{path}.{name}")
-        return replace(node, entries=entries)
 
-    def _named_list(
-        self, node: ListNode, field: SchemaField, path: str, there: Node | None
-    ) -> ListNode:
-        items = []
-        for item in node.items:
-            name = object_name(item)
-            if not isinstance(item, MapNode) or not name:
-                self._refuse(item.place, field, path)
-            elif self._is_known(name, item.place, path, there):
-                items.append(self._item(item, field, f"{path}.{name}", there, name))
-        return replace(node, items=tuple(items))
+def _site_items(
+    node: Node, schema: str, shown: str, below: Node | None, findings: list[Finding]
+) -> Node | None:
+    """Return a list of named maps, or a map by name, without what a site may not set.
 
-    def _item(
-        self, item: MapNode, field: SchemaField, path: str, there: Node | None, name: str
-    ) -> MapNode:
-        items = there.items if isinstance(there, ListNode) else ()
-        below = next((one for one in items if object_name(one) == name), None)
-        return self.map(item, f"{field.path}.<name>.", f"{path}.", below)
+    None for a list without items, which would delete the recipe's. Arguments as for `_site_part`.
+    """
+    known = None if not isinstance(below, ListNode) else {object_name(i): i for i in below.items}
+    kept: dict[str, Node] = {}
+    for name, place, item in named_entries(node):
+        path = f"{shown}.{name}" if name else shown
+        if name and known is not None and name not in known:
+            match = close_match(name, known)
+            hint = f"did you mean {match}?" if match else f"there are: {', '.join(known)}"
+            message = f"the recipe has no {name!r} there, and a placement adds none"
+            findings.append(
+                Finding(place, SCOPE, message, path=path, suggestion=hint, blocking=True)
+            )
+        elif name and isinstance(item, MapNode):
+            there = None if known is None else known[name]
+            kept[name] = _site_part(item, schema, f"{path}.", there, findings)
+        else:
+            _refuse(place, path, findings)
+    if isinstance(node, MapNode):
+        return replace(
+            node, entries={n: replace(node.entries[n], value=item) for n, item in kept.items()}
+        )
+    assert isinstance(node, ListNode)
+    return replace(node, items=tuple(kept.values())) if kept else None
 
-    def _is_known(self, name: str, place: Place, path: str, there: Node | None) -> bool:
-        if not isinstance(there, ListNode):
-            return True  # checked without its recipe
-        names = [object_name(item) for item in there.items]
-        if name in names:
-            return True
-        message = f"the recipe has no {name!r} there, and a placement adds none"
-        match = close_match(name, names)
-        hint = f"did you mean {match}?" if match else f"there are: {', '.join(names)}"
-        self._report(place, message, f"{path}.{name}", hint)
-        return False
 
-    def _refuse(self, place: Place, field: SchemaField, path: str) -> None:
-        message = "a placement says where and with what; this is the recipe's to say"
-        hint = f"say it in the spec; `runspec explain {path}`"
-        self._report(place, message, path, hint)
-
-    def _report(self, place: Place, message: str, path: str, suggestion: str) -> None:
-        # The field is removed in any case, so a suppression would have no effect.
-        finding = Finding(place, SCOPE, message, path=path, suggestion=suggestion, blocking=True)
-        self._findings.append(finding)
+def _refuse(place: Place, path: str, findings: list[Finding]) -> None:
+    message = "a placement says where and with what; this is the recipe's to say"
+    hint = f"say it in the spec; `runspec explain {path}`"
+    # The field is removed in any case, so a suppression would have no effect.
+    findings.append(Finding(place, SCOPE, message, path=path, suggestion=hint, blocking=True))

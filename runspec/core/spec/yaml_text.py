@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date
 from typing import Any
+
+import yaml
 
 from runspec.core.spec.yaml_nodes import ScalarValue, resolve_scalar
 
-# Only _ANY is compiled at import: most specs have no such scalar.
-_BOOL = r"[yYnN]|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF"
-_TRUE = ("y", "yes", "on")
+_BOOL = {**dict.fromkeys("yY", True), **dict.fromkeys("nN", False)}
+"""Readings of YAML 1.1 that PyYAML leaves out."""
 _LEADING_ZERO = r"[-+]?0[0-9_]+"
-_OCTAL = r"[-+]?0[0-7_]+"
-_BINARY = r"[-+]?0b_*[01][01_]*"
-_INTEGER = r"[-+]?(0x_*[0-9a-fA-F][0-9a-fA-F_]*|[1-9][0-9_]*)"
-_FLOAT = r"[-+]?[0-9][0-9_]*\.[0-9_]*([eE][-+][0-9]+)?"
-_SEXAGESIMAL = r"([-+]?)([0-9]+(?::[0-5]?[0-9])+(?:\.[0-9]*)?)"
 _DATE = r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt ].{1,40})?"
 _ANY = re.compile(r"[yYnNoO].{0,2}|[-+]?0[0-9_b].*|[-+]?[0-9][0-9a-fA-Fx.]*[_:].*|[0-9]{4}-.*")
-"""Matches whatever the other patterns match, and nearly nothing else in a spec."""
+"""Matches what YAML 1.1 may read otherwise, and nearly nothing else in a spec."""
 MAX_CHARACTERS = 64
 
 Reading = bool | int | float | str
@@ -42,34 +39,18 @@ def other_reading(text: str) -> Reading | None:
     """
     if len(text) > MAX_CHARACTERS or not _ANY.fullmatch(text):
         return None
-    if re.fullmatch(_BOOL, text):
-        return text.lower() in _TRUE
-    bare = text.replace("_", "")
-    if re.fullmatch(_LEADING_ZERO, text):
-        return _leading_zero(text, bare)
-    if re.fullmatch(_BINARY, text):
-        return int(bare, 2)
-    if "_" in text and re.fullmatch(_INTEGER, text):
-        return int(bare, 0)
-    if "_" in text and re.fullmatch(_FLOAT, text):
-        return float(bare)
-    if match := re.fullmatch(_SEXAGESIMAL, text):
-        return _sexagesimal(match[1], match[2])
-    return "a date" if re.fullmatch(_DATE, text) else None
-
-
-def _leading_zero(text: str, bare: str) -> Reading | None:
-    if not re.fullmatch(_OCTAL, text):
-        return f"the text '{text}'"
-    value = int(bare, 8)
-    return None if "_" not in text and value == int(bare) else value
-
-
-def _sexagesimal(sign: str, digits: str) -> Reading:
-    value: int | float = 0
-    for part in digits.split(":"):
-        value = value * 60 + (float(part) if "." in part else int(part))
-    return -value if sign == "-" else value
+    if text in _BOOL:
+        return _BOOL[text]
+    try:
+        value = yaml.safe_load(text)  # PyYAML reads by YAML 1.1
+    except (ValueError, yaml.YAMLError):
+        value = text
+    if isinstance(value, date) or re.fullmatch(_DATE, text):
+        return "a date"
+    if value == text:  # a number such as 08 is text
+        return f"the text '{text}'" if re.fullmatch(_LEADING_ZERO, text) else None
+    same = "_" not in text and value == resolve_scalar(text)
+    return None if same or not isinstance(value, Reading) else value
 
 
 def _no_comment(path: tuple[str | int, ...]) -> str:
