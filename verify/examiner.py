@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from verify.formats.submission import Rollout, max_submission_bytes
 from verify.formats.verdict import MAX_FAULT, RolloutVerdict
 from verify.plugins import Graded, PrefillEngine, TaskSet
 from verify.pool_limits import limits_by_pool
-from verify.recompute import PrefillRequest, Recomputed, grade, prefill_request, recompute
+from verify.recompute import Recomputed, grade, prefill_request, recompute
 from verify.truncation import Truncation
 from verify.watchdog import Stages
 
@@ -195,13 +195,14 @@ class Examiner:
     def _after_prefill(self, cases: list[_Case]) -> list[_Case]:
         """Recompute the submissions that passed so far and were drawn, a version at a time."""
         done = []
-        together: dict[_Prefill, list[_Case]] = defaultdict(list)
+        together: dict[tuple[int, str, str], list[_Case]] = defaultdict(list)
         for case in cases:
+            lease = case.subject.lease
             if not case.examination.reason and self._wants_prefill(case.subject.submission):
-                together[_prefill_of(case.subject)].append(case)
+                together[lease.version, lease.manifest_digest, lease.pool].append(case)
             else:
                 done.append(case)
-        for prefill, alike in together.items():
+        for (version, digest, name), alike in together.items():
             requests = [
                 prefill_request(
                     row,
@@ -213,46 +214,29 @@ class Examiner:
                 for row in c.subject.rollouts
                 if row.is_of_its_version
             ]
-            found = iter(self._recompute(prefill, requests, alike) if requests else [])
+            found: Iterator[Recomputed] = iter(())
+            if requests:
+                # Outside all stages, because late weights are no fault of a submission.
+                ensure_weights(self._engine, version, digest)
+                sampling, tau = self._pools[name].sampling, self._limits[name].gap
+                # tau is how far two values may differ relative to each other, in choice and cut.
+                rule = Truncation(sampling.top_p, sampling.top_k, margin=tau)
+                with self._stages.of("prefill", *(c.subject.submission for c in alike)):
+                    found = iter(
+                        recompute(
+                            self._engine,
+                            version,
+                            requests,
+                            temperature=sampling.temperature,
+                            truncation=rule if rule.cuts else None,
+                        )
+                    )
             for case in alike:
                 rows = case.subject.rollouts
                 recomputed = [next(found) if row.is_of_its_version else None for row in rows]
                 with self._stages.of("prefill checks", case.subject.submission):
                     done.append(_against_prefill(case, recomputed))
         return done
-
-    def _recompute(
-        self, prefill: _Prefill, requests: list[PrefillRequest], alike: Sequence[_Case]
-    ) -> list[Recomputed]:
-        # Outside all stages, because late weights are no fault of a submission.
-        ensure_weights(self._engine, prefill.version, prefill.manifest_digest)
-        with self._stages.of("prefill", *(c.subject.submission for c in alike)):
-            return recompute(
-                self._engine,
-                prefill.version,
-                requests,
-                temperature=prefill.temperature,
-                truncation=prefill.truncation,
-            )
-
-
-@dataclass(frozen=True)
-class _Prefill:
-    """Properties that submissions must share to be recomputed together."""
-
-    version: int
-    manifest_digest: str
-    temperature: float
-    truncation: Truncation | None
-
-
-def _prefill_of(subject: Subject) -> _Prefill:
-    lease, sampling = subject.lease, subject.pool.sampling
-    # tau is how far two values may differ relative to each other, in a choice and in a cut.
-    rule = Truncation(sampling.top_p, sampling.top_k, margin=subject.limits.gap)
-    return _Prefill(
-        lease.version, lease.manifest_digest, sampling.temperature, rule if rule.cuts else None
-    )
 
 
 def _against_prefill(case: _Case, recomputed: list[Recomputed | None]) -> _Case:

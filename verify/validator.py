@@ -102,6 +102,8 @@ class Validator(Collector):
         self._task_set: TaskSet | None = None
         self._shares: dict[str, float] = {}
         """Chance that a submission is recomputed, by its digest."""
+        self._open: dict[str, None] = {}
+        """Claimed submissions without a verdict, in order."""
         self._faults_in_a_row = 0
         self._late_since: float | None = None
         """Time at which missing weights were first requested; None if none are missing."""
@@ -167,48 +169,54 @@ class Validator(Collector):
         return items
 
     def _check(self, items: list[WorkItem]) -> None:
+        """Give a verdict on each claimed submission, or give it back."""
         begun = time.monotonic()
         self._shares = {item.submission: item.share for item in items}
-        files = self._files(items)
-        examiner = self._examiner or self._prepare(files)
-        log = self._log
+        self._open = dict.fromkeys(self._shares)
         try:
-            verdicts = examiner.examine(files)
-        except Exception as error:
-            if _is_own_fault(error):
-                self._give_back([file.submission for file in files])
-                raise
-            log.exception("a check broke; %d submissions are examined one by one", len(files))
-            self._check_one_by_one(examiner, files)
-        else:
-            for file, verdict in zip(files, verdicts, strict=True):
-                self._answer(file, verdict)
+            files = [self._file(item) for item in items]
+            examiner = self._examiner or self._prepare(files)
+        except Exception:
+            self._give_back()
+            raise
+        self._judge(examiner, files)
         self.busy_s += time.monotonic() - begun
 
-    def _check_one_by_one(self, examiner: Examiner, files: Sequence[SubmissionFile]) -> None:
-        """Examine submissions apart, so that a file that breaks a check does not affect the others.
+    def _judge(self, examiner: Examiner, files: Sequence[SubmissionFile]) -> None:
+        """Examine submissions together; apart, if a check breaks at one of them.
 
         Raises:
             Exception: the error at the last of `MAX_FAULTS` submissions in a row.
         """
-        for number, file in enumerate(files):
-            try:
-                (verdict,) = examiner.examine([file])
-            except Exception as error:
-                if _is_own_fault(error):
-                    self._give_back([left.submission for left in files[number:]])
-                    raise
-                self._log.exception("a check breaks at submission %s alone", file.submission[:12])
-                self._failed(file, error)
-                if self._faults_in_a_row >= MAX_FAULTS:
-                    self._give_back([left.submission for left in files[number + 1 :]])
-                    raise
-            else:
+        try:
+            verdicts = examiner.examine(files)
+        except Exception as error:
+            if _is_own_fault(error):
+                self._give_back()
+                raise
+            if len(files) > 1:
+                self._log.exception("a check broke; %d submissions are examined apart", len(files))
+                for file in files:
+                    self._judge(examiner, [file])
+                return
+            self._log.exception("a check breaks at submission %s alone", files[0].submission[:12])
+            self._failed(files[0], error)
+            if self._faults_in_a_row >= MAX_FAULTS:
+                self._give_back()
+                raise
+        else:
+            for file, verdict in zip(files, verdicts, strict=True):
                 self._answer(file, verdict)
+
+    def _give_back(self) -> None:
+        """Give submissions without a verdict back to the coordinator, without a failed attempt."""
+        with suppress(UserError):  # the error that ends this process has been logged
+            self._coordinator.release_claims(list(self._open))
 
     def _failed(self, file: SubmissionFile, error: Exception) -> None:
         """Give a submission back with the error that it caused."""
         words = one_line(f"{type(error).__name__}: {error}", _MAX_FAULT)
+        self._open.pop(file.submission, None)
         self._coordinator.release_claims([file.submission], words)
         self._faults_in_a_row += 1
 
@@ -226,6 +234,7 @@ class Validator(Collector):
             self._log.exception("the verdict on %s is refused", verdict.submission[:12])
             self._failed(file, error)
             return
+        self._open.pop(file.submission, None)
         self._report(file, verdict)
         self._faults_in_a_row = 0
         self.checked += 1
@@ -247,60 +256,44 @@ class Validator(Collector):
         )
         self._coordinator.verdict(envelope, table)
 
-    def _give_back(self, submissions: Sequence[str]) -> None:
-        """Give submissions back to the coordinator without a failed attempt."""
-        with suppress(UserError):  # the error that ends this process has been logged
-            self._coordinator.release_claims(submissions)
+    def _file(self, item: WorkItem) -> SubmissionFile:
+        """Download a claimed submission.
 
-    def _files(self, items: Sequence[WorkItem]) -> list[SubmissionFile]:
-        """Download the claimed submissions.
-
-        A submission that cannot be downloaded stays claimed, so the attempt counts as failed. If no
+        One that cannot be downloaded stays claimed, so the attempt counts as failed. If no
         validator can download it, it is set aside.
         """
-        files = []
-        for number, item in enumerate(items):
-            try:
-                files.append(self._file(item))
-            except UserError:
-                self._give_back([i.submission for i in (*items[:number], *items[number + 1 :])])
-                raise
-        return files
-
-    def _file(self, item: WorkItem) -> SubmissionFile:
         try:
             lease = open_lease(item.lease, coordinators=self._coordinator.roles().coordinator)
-        except BadSignature as error:
+            table = self._coordinator.download(item.submission)
+        except (BadSignature, UserError) as error:
+            self._open.pop(item.submission, None)
+            if isinstance(error, UserError):
+                raise
             raise UserError(
                 f"submission {item.submission} has a bad lease: {error}",
                 place="coordinator",
                 remedy="check the coordinator's log; roles.json must name its key",
             ) from error
-        table = self._coordinator.download(item.submission)
         return SubmissionFile(
             item.submission, lease, lease_digest(item.lease), item.envelope, table
         )
 
     def _prepare(self, files: Sequence[SubmissionFile]) -> Examiner:
         """Load the task with the tokenizer of the first version; all versions have the same."""
-        try:
-            lease = files[0].lease
-            directory = ensure_weights(self._engine, lease.version, lease.manifest_digest)
-            with not_retried():
-                config = model_config(directory)
-                require_model(self._spec, config)
-                self._task_set = self._task_set_of(directory)
-                self._examiner = Examiner(
-                    self._spec,
-                    task_set=self._task_set,
-                    engine=self._engine,
-                    vocab_size=config["vocab_size"],
-                    wants_prefill=self._wants_prefill,
-                    stages=self.stages,
-                )
-        except Exception:
-            self._give_back([file.submission for file in files])
-            raise
+        lease = files[0].lease
+        directory = ensure_weights(self._engine, lease.version, lease.manifest_digest)
+        with not_retried():
+            config = model_config(directory)
+            require_model(self._spec, config)
+            self._task_set = self._task_set_of(directory)
+            self._examiner = Examiner(
+                self._spec,
+                task_set=self._task_set,
+                engine=self._engine,
+                vocab_size=config["vocab_size"],
+                wants_prefill=self._wants_prefill,
+                stages=self.stages,
+            )
         return self._examiner
 
     def _wants_prefill(self, submission: str) -> bool:
