@@ -25,7 +25,7 @@ from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import SamplerPool
 from verify.checks import GRADE_CHECKS, ROW_CHECKS, prefill_checks
 from verify.checks.base import Subject
-from verify.checks.duplicates import duplicates, fingerprints
+from verify.checks.rows import duplicates, fingerprints
 from verify.formats.lease import Lease, assignments, lease_digest, open_lease, sign_lease
 from verify.formats.submission import (
     Rollout,

@@ -21,7 +21,7 @@ from verify.checks.distribution import (
     log_ratios,
     sums,
 )
-from verify.checks.duplicates import fingerprints
+from verify.checks.rows import fingerprints
 from verify.formats.verdict import CheckResult
 from verify.thresholds import Limits
 

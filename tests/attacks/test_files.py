@@ -32,7 +32,7 @@ from tests.verify.coordinator.deployment import RUN, Site, submission
 from tests.verify.coordinator.over_http import granted, post, status
 from tests.verify.small_model import ParityTask, Worker, fixed_key, small_spec
 from tests.verify.test_workers_to_batches import DISHONEST, HONEST, SPEC, STEPS, at_work, work
-from verify.checks.duplicates import fingerprints
+from verify.checks.rows import fingerprints
 from verify.coordinator.services.claims import ATTEMPTS
 from verify.formats.joining import Site as SiteDocument
 from verify.formats.joining import SiteFile, open_site, sign_site

@@ -12,8 +12,7 @@ from runspec.core.files import read_bounded
 from runspec.core.hashing import digest_bytes, digest_file, is_digest
 from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
-from verify.audit.findings import Report
-from verify.audit.signers import Signers
+from verify.audit.findings import Report, Signers
 from verify.coordinator.machine.events import SubmissionJudged, SubmissionReceived
 from verify.coordinator.machine.gap_history import AnotherCalibration, excess_of
 from verify.coordinator.machine.state import Policy

@@ -3,7 +3,7 @@
 from runspec.core.spec.schema import SamplerPool
 from verify.checks import distribution, prefill, rows
 from verify.checks.base import Check
-from verify.checks.duplicates import duplicates
+from verify.checks.rows import duplicates
 
 ROW_CHECKS: list[Check] = [
     rows.assignment,

@@ -39,7 +39,7 @@ class Subject:
     recomputed: list[Recomputed | None] = field(default_factory=list)
     """Numbers of each row, after the prefill; None if no prefill can reproduce the row."""
     fingerprints: list[list[int]] = field(default_factory=list)
-    """Hashes of each row, after all other checks have passed (`verify.checks.duplicates`)."""
+    """Hashes of each row, after all other checks have passed (`verify.checks.rows`)."""
 
     @property
     def prefilled(self) -> list[tuple[Rollout, Recomputed]]:

@@ -38,10 +38,10 @@ import numpy as np
 
 from runspec.core.errors import UserError
 from verify.checks.base import Subject, at_most, few_exceptions
-from verify.choices import HEADS, POWERS, Choices
 from verify.formats.verdict import CheckResult
 from verify.recompute import Recomputed
 from verify.thresholds import Limits
+from verify.truncation import HEADS, POWERS, Choices
 
 ALPHA = 1e-6
 """Largest share of honest submissions that a kind of evidence rejects: half by rows, half as a

@@ -12,8 +12,7 @@ from runspec.core.keys import SigningKey
 from runspec.core.signed import STRICT, BadSignature, Digest, Natural, open_payload, sign_document
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
-from verify.toploc.codec import PROOF_BYTES
-from verify.toploc.selection import CHUNK_ROWS
+from verify.toploc.codec import CHUNK_ROWS, PROOF_BYTES
 
 KIND = "submission"
 MAX_ENVELOPE_BYTES = 8 * 1024
