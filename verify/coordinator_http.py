@@ -10,17 +10,22 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from runspec.core.address import is_server_url
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.http_client import Answer, LongAnswer, NoAnswer, fetch_now, stream
 from runspec.core.keys import SigningKey
+from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
+from runspec.core.roles import Roles, open_roles
 from runspec.core.signed import BadSignature
 from verify.request_auth import ENVELOPE, sign_request
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ROLES_REFRESH_S = 300.0
 
 MAX_ANSWER_BYTES = 64 * 1024
 _TIMEOUT_S = 30.0
@@ -56,20 +61,46 @@ class CoordinatorHttp:
         run: name of the run.
         deadline_s: seconds for which a call retries while the coordinator cannot be reached,
             answers 429 or 5xx, or does not complete its answer; then it raises UserError.
+        root_public_key: the pinned root key (hex), by which roles.json is checked.
 
     Raises:
         UserError: the URL is not one of a server.
     """
 
-    def __init__(self, url: str, key: SigningKey, *, run: str, deadline_s: float) -> None:
-        self.url = url.rstrip("/")
-        self._key, self._run, self._deadline_s = key, run, deadline_s
+    def __init__(
+        self, url: str, key: SigningKey, *, run: str, deadline_s: float, root_public_key: str = ""
+    ) -> None:
+        self.url, self._deadline_s = url.rstrip("/"), deadline_s
+        self._key, self._run, self._root_public_key = key, run, root_public_key
+        self._roles: tuple[float, Roles] | None = None
+        """When roles.json was read, and its contents."""
         if not is_server_url(self.url):
             raise UserError(
                 f"{url[:200]!r} is no address of a coordinator",
                 place="coordinator",
                 remedy="write for example http://127.0.0.1:8000",
             )
+
+    def roles_document(self) -> bytes:
+        """Return the run's roles.json, checked against the root key."""
+        data = self.call("GET", "/v1/roles", max_bytes=MAX_ROLES_BYTES).content
+        roles = self.opened(data, open_roles, root_public_key=self._root_public_key, run=self._run)
+        self._roles = time.monotonic(), roles
+        return data
+
+    def roles(self) -> Roles:
+        """Return the run's roles, read again every few minutes."""
+        if self._roles is None or time.monotonic() - self._roles[0] > ROLES_REFRESH_S:
+            self.roles_document()
+        assert self._roles is not None
+        return self._roles[1]
+
+    def opened(self, data: bytes, read: Callable[..., T], **expected: Any) -> T:
+        """Return what `read` makes of an answer; raise its errors as a `UserError`."""
+        try:
+            return read(data, **expected)
+        except (MalformedJson, KeyError, BadSignature) as error:
+            raise self.not_believed(error) from error
 
     def call(
         self,
