@@ -20,17 +20,15 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError, one_line
-from runspec.core.files import read_bounded
 from runspec.core.hashing import hash_parts
 from runspec.core.keys import SigningKey
 from runspec.core.metrics import counter, gauge, serve_metrics
+from runspec.core.models.config import read_config
 from runspec.core.process import not_retried
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
@@ -65,7 +63,6 @@ WAIT_S = 5.0
 """Seconds of one long poll, and so the longest time that an idle validator takes to end."""
 MAX_FAULTS = 3
 """Submissions in a row at which a check may break; then the validator counts as broken."""
-_MAX_CONFIG_BYTES = 1024 * 1024
 _MAX_FAULT = 300
 """Largest number of characters of a fault; it may repeat what a stranger sent."""
 _MAX_REASON = 1000
@@ -283,14 +280,16 @@ class Validator(Collector):
         lease = files[0].lease
         directory = ensure_weights(self._engine, lease.version, lease.manifest_digest)
         with not_retried():
-            config = model_config(directory)
+            config = read_config(directory)
+            if not isinstance(size := config.get("vocab_size"), int) or size < 1:
+                raise UserError(f"vocab_size is {size!r}", place=str(directory))
             require_model(self._spec, config)
             self._task_set = self._task_set_of(directory)
             self._examiner = Examiner(
                 self._spec,
                 task_set=self._task_set,
                 engine=self._engine,
-                vocab_size=config["vocab_size"],
+                vocab_size=size,
                 wants_prefill=self._wants_prefill,
                 stages=self.stages,
             )
@@ -334,22 +333,6 @@ def is_drawn(key: SigningKey, submission: str, share: float) -> bool:
     secret = key.sign(b"runspec/v1\x00prefill\x00" + submission.encode())
     draw = int.from_bytes(hash_parts("prefill", secret)[:8], "big")
     return draw < share * 2.0**64
-
-
-def model_config(weights: Path) -> dict[str, Any]:
-    """Return the `config.json` of a weights directory.
-
-    Raises:
-        UserError: there is none, it is not a JSON object, or it has no `vocab_size`.
-    """
-    path = weights / "config.json"
-    try:
-        config = parse_object(read_bounded(path, _MAX_CONFIG_BYTES), max_bytes=_MAX_CONFIG_BYTES)
-    except (OSError, MalformedJson) as error:
-        raise UserError(f"cannot read the model's config: {error}", place=str(path)) from error
-    if not isinstance(size := config.get("vocab_size"), int) or size < 1:
-        raise UserError(f"vocab_size is {size!r}", place=str(path))
-    return config
 
 
 def run(

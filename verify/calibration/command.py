@@ -17,12 +17,11 @@ from contextlib import suppress
 from importlib.metadata import entry_points, packages_distributions, version
 from logging import Logger
 from pathlib import Path
-from typing import Any
 
-from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.keys import SigningKey
+from runspec.core.models.config import read_config
 from runspec.core.process import run_role
 from runspec.core.signed import BadSignature
 from runspec.core.spec.plugins import PREFILL_GROUP
@@ -45,7 +44,6 @@ from verify.profile import Profile, open_profile, sign_profile
 from verify.thresholds import limits_for, precision_of
 
 _LIBRARIES = ("jax", "torch", "vllm", "transformers")
-_MAX_CONFIG_BYTES = 1024 * 1024
 _VALID_S = 365 * 86400.0
 _COUNTS = ("submissions", "rollouts", "tokens", "chunks")
 
@@ -248,7 +246,7 @@ def calibrate(
             hardware=form.validator_hardware(spec),
             releases=_releases(spec.verify.engine),
         ),
-        model=_model_side(versions[max(versions)].folder / "config.json"),
+        model=_model_side(versions[max(versions)].folder),
         measured=form.Measured(
             run=spec.name,
             oldest_version=min(versions),
@@ -291,14 +289,12 @@ def _with_weights(
     return taken, {each.lease.version: versions[each.lease.version] for each in taken}
 
 
-def _model_side(path: Path) -> form.ModelSide:
+def _model_side(folder: Path) -> form.ModelSide:
     try:
-        config: dict[str, Any] = parse_object(
-            read_bounded(path, _MAX_CONFIG_BYTES), max_bytes=_MAX_CONFIG_BYTES
-        )
+        config = read_config(folder)
         return form.ModelSide(**{name: config[name] for name in form.ModelSide.model_fields})
-    except (OSError, MalformedJson, KeyError, ValueError) as error:
-        raise UserError(f"does not say the model's size: {error}", place=str(path)) from error
+    except (KeyError, ValueError) as error:
+        raise UserError(f"does not say the model's size: {error}", place=str(folder)) from error
 
 
 def _releases(engine: str) -> dict[str, str]:

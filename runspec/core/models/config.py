@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded
+from runspec.core.files import read_json
 from runspec.core.models.rope_scaling import Dynamic, Scaling
 
 CONFIG_NAME = "config.json"
@@ -110,15 +109,8 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     Raises:
         UserError: it is unreadable, too large or not a JSON object.
     """
-    path = model_dir / CONFIG_NAME
-    try:
-        config = json.loads(read_bounded(path, MAX_BYTES))
-        if not isinstance(config, dict):
-            raise ValueError("not a JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"cannot read the model's config: {error}",
-            place=str(path),
-            remedy="point at a Hugging Face model directory",
-        ) from error
-    return config
+    remedy = "point at a Hugging Face model directory"
+    found: dict[str, Any] = read_json(
+        model_dir / CONFIG_NAME, MAX_BYTES, "the model's config", remedy=remedy
+    )
+    return found

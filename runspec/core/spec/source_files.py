@@ -6,18 +6,16 @@ functions, so that all agree on the files and their order. Nothing here reads ro
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from functools import lru_cache
 from glob import has_magic
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
-from runspec.core.files import expand_user, read_bounded
+from runspec.core.files import expand_user, read_json
 from runspec.core.hashing import digest_file, hash_parts
 from runspec.core.spec.plugins import SOURCE_GROUP
 from runspec.core.spec.schema import RunSpec, Source
@@ -237,7 +235,9 @@ def _dataset_files(source: Source) -> dict[str, Path]:
     split = source.params.get("split")
     if (root / "dataset_dict.json").exists():
         files["dataset_dict.json"] = _regular(root / "dataset_dict.json", place)
-        splits = _json(files["dataset_dict.json"], place).get("splits")
+        splits = read_json(
+            files["dataset_dict.json"], _MAX_STATE_BYTES, "the list of splits", place=place
+        ).get("splits")
         if not isinstance(splits, list) or split not in splits:
             raise UserError(
                 f"{root} holds the splits {splits}, and split is {split!r}",
@@ -253,7 +253,7 @@ def _dataset_files(source: Source) -> dict[str, Path]:
         )
     state = str(folder / "state.json")
     files[state] = _regular(root / state, place)
-    said = _json(files[state], place)
+    said = read_json(files[state], _MAX_STATE_BYTES, "the list of files", place=place)
     if said.get("_indices_data_files"):
         raise UserError(
             f"{root / state} keeps a selection of rows beside them",
@@ -273,16 +273,6 @@ def _dataset_files(source: Source) -> dict[str, Path]:
             remedy="name a folder that `datasets` wrote with `save_to_disk`",
         )
     return files
-
-
-def _json(path: Path, place: str) -> dict[str, Any]:
-    try:
-        said = json.loads(read_bounded(path, _MAX_STATE_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {path}: {error}", place=place) from error
-    if not isinstance(said, dict):
-        raise UserError(f"{path} is no JSON object", place=place)
-    return said
 
 
 def _generator(kind: str) -> str:
