@@ -20,7 +20,7 @@ from verify.formats.lease import Lease, assignments
 from verify.formats.submission import Rollout, max_submission_bytes
 from verify.formats.verdict import MAX_FAULT, RolloutVerdict
 from verify.plugins import Graded, PrefillEngine, TaskSet
-from verify.pool_limits import limits_by_pool
+from verify.profile import limits_by_pool
 from verify.recompute import Recomputed, grade, prefill_request, recompute
 from verify.truncation import Truncation
 from verify.watchdog import Stages
@@ -142,7 +142,7 @@ class Examiner:
         for case in self._after_prefill(cases):
             submission = case.subject.submission
             with self._stages.of("duplicates", submission):
-                verdicts[submission] = _verdict(_against_each_other(case))
+                verdicts[submission] = _verdict(case)
         return [verdicts[file.submission] for file in files]
 
     def _before_prefill(self, file: SubmissionFile) -> _Case:
@@ -250,24 +250,18 @@ def _against_prefill(case: _Case, recomputed: list[Recomputed | None]) -> _Case:
     return replace(case, subject=subject, examination=found)
 
 
-def _against_each_other(case: _Case) -> _Case:
-    """Compare the rows' fingerprints, which use the recomputed log-probs if there are any."""
-    if case.examination.reason:
-        return case
-    subject = case.subject
-    recomputed = subject.recomputed or [None] * len(subject.rollouts)
-    prints = [
-        fingerprints(row.output_tokens, row.logprobs if found is None else found.logprobs)
-        for row, found in zip(subject.rollouts, recomputed, strict=True)
-    ]
-    subject = replace(subject, fingerprints=prints)
-    found = examine(DUPLICATE_CHECKS, subject, case.examination)
-    return replace(case, subject=subject, examination=found)
-
-
 def _verdict(case: _Case) -> Verdict:
+    """Compare the rows' fingerprints, if nothing has failed so far, and give the verdict."""
     subject, found = case.subject, case.examination
-    rows = [_row_verdict(case, number, rollout) for number, rollout in enumerate(subject.rollouts)]
+    if not found.reason:
+        recomputed = subject.recomputed or [None] * len(subject.rollouts)
+        prints = [
+            fingerprints(row.output_tokens, row.logprobs if numbers is None else numbers.logprobs)
+            for row, numbers in zip(subject.rollouts, recomputed, strict=True)
+        ]
+        subject = replace(subject, fingerprints=prints)
+        found = examine(DUPLICATE_CHECKS, subject, found)
+    rows = [_row_verdict(subject, found, n, row) for n, row in enumerate(subject.rollouts)]
     return Verdict(
         *(subject.submission, subject.lease.step, not found.reason, found.reason),
         *(sorted(case.faults), rows),
@@ -275,8 +269,9 @@ def _verdict(case: _Case) -> Verdict:
     )
 
 
-def _row_verdict(case: _Case, number: int, rollout: Rollout) -> RolloutVerdict:
-    subject = case.subject
+def _row_verdict(
+    subject: Subject, examination: Examination, number: int, rollout: Rollout
+) -> RolloutVerdict:
     graded = (subject.grades[number] if subject.grades else None) or Graded(0.0, 0.0, 0.0)
     recomputed = subject.recomputed[number] if subject.recomputed else None
     noise, gaps = subject.limits.gap_noise, recomputed.seeded_gap if recomputed else None
@@ -291,7 +286,7 @@ def _row_verdict(case: _Case, number: int, rollout: Rollout) -> RolloutVerdict:
         target=rollout.target,
         logprobs=None if recomputed is None else np.asarray(recomputed.logprobs, np.float32),
         logprob_diff=None if recomputed is None else logprob_diff(rollout, recomputed),
-        checks=case.examination.results[number],
+        checks=examination.results[number],
         fingerprints=subject.fingerprints[number] if subject.fingerprints else [],
         gap_excess=None if noise is None or gaps is None else noise.excess(gaps),
         answered=graded.answered,

@@ -32,7 +32,7 @@ from runspec.core.models.config import read_config
 from runspec.core.process import not_retried
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
-from verify.client import CoordinatorClient, RunFinished, WorkItem
+from verify.client import CoordinatorClient, RunFinished, WorkItem, problem_files
 from verify.coordinator_http import ContentRefused
 from verify.examiner import (
     WEIGHTS_S,
@@ -52,8 +52,7 @@ from verify.plugins import (
     load_task_set,
     require_graders,
 )
-from verify.pool_limits import require_model, require_profiles
-from verify.problem_files import problem_files
+from verify.profile import require_model, require_profiles
 from verify.recompute import PrefillNotFinite
 from verify.watchdog import Stages, heartbeats, leaving
 

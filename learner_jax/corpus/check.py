@@ -13,10 +13,9 @@ from learner_jax.corpus.documents import Counts
 from learner_jax.corpus.generated import GeneratedReads
 from learner_jax.corpus.sources import read_rows
 from runspec.core.errors import UserError
-from runspec.core.spec.documents import is_generated
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec, Source
-from runspec.core.spec.source_files import source_files
+from runspec.core.spec.source_files import is_generated, source_files
 
 MAX_FAULTS = 20
 MAX_CHARS = 1000

@@ -24,8 +24,8 @@ from learner_jax.corpus.documents import (
 )
 from learner_jax.corpus.generated import GeneratedReads
 from runspec.core.errors import UserError
-from runspec.core.spec.documents import PARAMS, column_of, is_generated
 from runspec.core.spec.schema import Source
+from runspec.core.spec.source_files import PARAMS, column_of, is_generated
 
 
 class Row(NamedTuple):

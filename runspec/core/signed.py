@@ -7,9 +7,9 @@ valid as another kind.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeGuard, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -86,24 +86,21 @@ def open_document(
 T = TypeVar("T")
 
 
-def _digest(text: str) -> str:
-    if not is_digest(text):
-        raise ValueError("64 hex characters are needed")
-    return text
+def _requires(holds: Callable[[str], bool], needed: str) -> AfterValidator:
+    def checked(text: str) -> str:
+        if not holds(text):
+            raise ValueError(f"{needed} needed")
+        return text
 
-
-def _public_key(text: str) -> str:
-    if not is_public_key(text):
-        raise ValueError("a public key is needed")
-    return text
+    return AfterValidator(checked)
 
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 """`__pydantic_config__` of a payload, a frozen dataclass whose annotations constrain its fields: no
 other fields, and no values of another type."""
-Digest = Annotated[str, AfterValidator(_digest)]
+Digest = Annotated[str, _requires(is_digest, "64 hex characters are")]
 """A BLAKE3 digest, a public key, or a nonce: 64 hex characters."""
-PublicKey = Annotated[str, AfterValidator(_public_key)]
+PublicKey = Annotated[str, _requires(is_public_key, "a public key is")]
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
 Time = Annotated[float, Field(ge=0, lt=2**53)]
 """Seconds since the epoch."""
@@ -134,30 +131,6 @@ def open_payload(
         field = ".".join(str(part) for part in first["loc"])[:80]
         message = first["msg"].removeprefix("Value error, ")[:120]
         raise BadSignature(f"{kind}: {field}: {message}") from error
-
-
-def is_time(value: object) -> TypeGuard[float]:
-    """Return whether a payload's value can be a time in seconds since the epoch.
-
-    JSON's integers may have thousands of digits, which overflow a float.
-    """
-    return isinstance(value, int | float) and type(value) is not bool and 0 <= value < 2**53
-
-
-def check_times(kind: str, issued: object, expires: object, now: float) -> None:
-    """Check when a document is valid, in seconds since the epoch, allowing for clock skew.
-
-    Raises:
-        BadSignature: a time is no number, or the document is expired or from the future.
-    """
-    if not (is_time(issued) and is_time(expires)):
-        raise BadSignature(
-            f"{kind}: issued and expires must be numbers, of seconds since the epoch"
-        )
-    if now > expires + CLOCK_SKEW_S:
-        raise BadSignature(f"{kind}: expired {now - expires:.0f} s ago")
-    if issued > now + CLOCK_SKEW_S:
-        raise BadSignature(f"{kind}: issued {issued - now:.0f} s in the future")
 
 
 def _message(kind: str, payload: dict[str, Any]) -> bytes:

@@ -30,10 +30,9 @@ from sampler.evaluation.figures import figures
 from sampler.evaluation.results import Results
 from sampler.role import RoleOptions
 from sampler.tasks.task_set import RunTask, build_evaluation_set
-from verify.client import CoordinatorClient
+from verify.client import CoordinatorClient, problem_files
 from verify.formats.evaluation import Evaluated, ProblemResult, sign_evaluation
 from verify.plugins import require_graders
-from verify.problem_files import problem_files
 
 _LOOK_S = 0.5
 _SAY_EVERY_S = 10.0

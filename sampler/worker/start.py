@@ -20,10 +20,9 @@ from sampler.worker.meter import Meter
 from sampler.worker.outbox import Outbox
 from sampler.worker.versions import Versions
 from sampler.worker.worker import Registration, Worker
-from verify.client import CoordinatorClient, RunFinished
+from verify.client import CoordinatorClient, RunFinished, problem_files
 from verify.formats.submission import max_submission_bytes
 from verify.plugins import load_task_set, require_graders
-from verify.problem_files import problem_files
 
 HEARTBEAT_S = 10.0
 """Seconds between heartbeats. The coordinator considers a worker dead after three missing ones."""

@@ -30,7 +30,7 @@ from verify.coordinator.edge import bodies, limits
 from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.services import leasing
 from verify.coordinator.services.status import Cache
-from verify.request_auth import ENVELOPE, sign_request
+from verify.coordinator_http import ENVELOPE, sign_request
 
 pytestmark = pytest.mark.slow
 

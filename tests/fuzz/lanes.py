@@ -41,7 +41,7 @@ from verify.coordinator.edge import limits
 from verify.coordinator.edge.authentication import UNKNOWN, client_address
 from verify.coordinator.intake import Refusal
 from verify.coordinator.services.activity import Activity, scalars
-from verify.request_auth import RequestChecker, SignedRequest, Unauthorised, sign_request
+from verify.coordinator_http import RequestChecker, SignedRequest, Unauthorised, sign_request
 
 # --- texts --------------------------------------------------------------------------------------
 

@@ -35,13 +35,12 @@ from tests.waiting import eventually
 from verify import validator
 from verify.__main__ import main as verify
 from verify.audit.replay import audit
-from verify.client import RunFinished, SubmissionRefused
+from verify.client import RunFinished, SubmissionRefused, problem_files
 from verify.formats.evaluation import Evaluated, Figure, sign_evaluation
 from verify.formats.lease import open_lease
 from verify.formats.submission import decode_rollouts
 from verify.formats.verdict import decode_verdicts
 from verify.plugins import GradeItem, GraderFault
-from verify.problem_files import problem_files
 from verify.validator import Validator
 
 HONEST, DISHONEST, EVALUATOR = fixed_key(5), fixed_key(6), fixed_key(7)

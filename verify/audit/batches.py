@@ -27,7 +27,15 @@ from verify.coordinator.machine.islands import IslandPolicy
 from verify.coordinator.machine.stalls import Stalled
 from verify.coordinator.machine.state import State, Tally
 from verify.coordinator.machine.verdicts import batch_stats
-from verify.formats.batch import FILE_NAME, MAX_BYTES, BatchGroup, BatchManifest, open_batch
+from verify.formats.batch import (
+    FILE_NAME,
+    MAX_BYTES,
+    BatchGroup,
+    BatchManifest,
+    RangeManifest,
+    open_batch,
+    open_ranges,
+)
 from verify.formats.islands import (
     CommitRecord,
     Contribution,
@@ -36,7 +44,6 @@ from verify.formats.islands import (
     open_offer,
     record_digest,
 )
-from verify.formats.ranges import RangeManifest, open_ranges
 
 _OF_HEARTBEATS = "sampler_busy_fraction"
 """Name of the statistic that comes from heartbeats, which the ledger does not have."""

@@ -11,8 +11,8 @@ from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.keys import SigningKey
-from runspec.core.roles import MAX_BYTES, Roles, open_roles
-from runspec.core.signed import BadSignature, open_document
+from runspec.core.roles import MAX_BYTES, Roles, issued_at, open_roles
+from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 
 _LONGEST = 200
@@ -120,11 +120,8 @@ def read_roles(run_dir: Path, spec: RunSpec, root_key: str | None, report: Repor
         )
     try:
         data = read_bounded(path, MAX_BYTES)
-        payload = open_document(data, kind="roles", keys={root}, max_bytes=MAX_BYTES).payload
         # A run may be audited long after its roles expired, so they are checked as of their issue.
-        issued = payload.get("issued")
-        now = issued if isinstance(issued, int | float) else None
-        return open_roles(data, root_public_key=root, run=spec.name, now=now)
+        return open_roles(data, root_public_key=root, run=spec.name, now=issued_at(data))
     except (OSError, BadSignature) as error:
         raise UserError(
             f"cannot be verified: {error}",

@@ -16,8 +16,8 @@ from verify.coordinator.edge.bodies import read_body, read_json
 from verify.coordinator.intake import Refusal, refusing
 from verify.coordinator.services.data import send_file
 from verify.coordinator.services.islands import Islands
+from verify.coordinator_http import SignedRequest
 from verify.formats.islands import read_stored
-from verify.request_auth import SignedRequest
 
 MAX_WAIT_S = 30.0
 _STEP = "{step:[0-9]{1,9}}"

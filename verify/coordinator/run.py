@@ -40,9 +40,9 @@ from verify.coordinator.services.leasing import Admission, Leasing
 from verify.coordinator.services.operator import OperatorService
 from verify.coordinator.services.status import Status
 from verify.coordinator.services.view import View
+from verify.coordinator_http import RequestChecker
 from verify.formats.joining import sign_spec
-from verify.pool_limits import gap_noise_by_pool
-from verify.request_auth import RequestChecker
+from verify.profile import gap_noise_by_pool
 
 _SHUTDOWN_S = 0.5
 _log = logging.getLogger(__name__)

@@ -39,10 +39,10 @@ from verify.coordinator.services.status import Status
 from verify.coordinator.services.view import View
 from verify.coordinator.services.workers import LISTS
 from verify.coordinator.view_server import ViewApi
+from verify.coordinator_http import ENVELOPE, SignedRequest, Unauthorised
 from verify.formats.evaluation import MAX_EVALUATION_BYTES
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
-from verify.request_auth import ENVELOPE, SignedRequest, Unauthorised
 
 _log = logging.getLogger(__name__)
 

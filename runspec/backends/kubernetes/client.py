@@ -20,8 +20,15 @@ from typing import Any
 
 import typer
 
-from runspec.backends.kubernetes.naming import GROUP_LABEL, RUN_LABEL, cluster_of, label
-from runspec.backends.kubernetes.pods import BESIDE, ROLE, RUNS
+from runspec.backends.kubernetes.pods import (
+    BESIDE,
+    GROUP_LABEL,
+    ROLE,
+    RUN_LABEL,
+    RUNS,
+    cluster_of,
+    label,
+)
 from runspec.backends.kubernetes.render import SITE, env_secret, render_site
 from runspec.core.distribution import install_command
 from runspec.core.errors import UserError

@@ -11,17 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runspec.backends.kubernetes.naming import (
+from runspec.backends.kubernetes.pods import (
     GROUP_LABEL,
     RUN_LABEL,
     addressed,
     cluster_of,
     in_object_store,
     label,
+    pod,
     pod_host,
     server_ports,
 )
-from runspec.backends.kubernetes.pods import pod
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL
 from runspec.core.spec.resolved import dump_resolved

@@ -16,10 +16,15 @@ from typing import Any, Literal
 
 from runspec.core.errors import UserError
 from runspec.core.spec.findings import SET_FILE, Comment, Finding, Place, format_finding
-from runspec.core.spec.layers import LayerReader, ParsedFiles, profile_path
+from runspec.core.spec.layers import (
+    LayerReader,
+    ParsedFiles,
+    is_placement,
+    profile_path,
+    site_layers,
+)
 from runspec.core.spec.lock_file import is_lock, parse_lock
 from runspec.core.spec.merge import NewName, judge_new_names, merge_layers
-from runspec.core.spec.placement_file import is_placement, site_layers
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.validate import locate, validate
 from runspec.core.spec.yaml_nodes import (

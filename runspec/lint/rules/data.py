@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from typing import Literal
 
 from runspec.core.errors import UserError
-from runspec.core.spec.documents import PARAMS
 from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.schema import Data
 from runspec.core.spec.schema_fields import close_match
-from runspec.core.spec.source_files import ROW_KINDS, source_files, whole_uri
+from runspec.core.spec.source_files import PARAMS, ROW_KINDS, source_files, whole_uri
 from runspec.lint.registry import Context, Violation, found_by_loader, rule
 from runspec.lint.tokenizer_files import TokenizerFiles
 

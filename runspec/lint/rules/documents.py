@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runspec.core.spec.documents import COLUMNS, GENERATED, PARAMS, is_generated
 from runspec.core.spec.islands import members
 from runspec.core.spec.schema import Source
 from runspec.core.spec.schema_fields import close_match
+from runspec.core.spec.source_files import COLUMNS, GENERATED, PARAMS, is_generated
 from runspec.lint.registry import Context, Violation, rule
 
 _LEAST = {**dict.fromkeys(GENERATED, 1), "seed": 0}

@@ -30,9 +30,9 @@ from verify.coordinator.ledger.store import NoLedger
 from verify.coordinator.machine.events import Event
 from verify.coordinator.services.workers import read_state, summary
 from verify.formats.evaluation import Evaluated
+from verify.formats.joining import TOKENIZER_FILE
 from verify.formats.submission import largest_accepted_bytes
 from verify.formats.verdict import MAX_BYTES as MAX_VERDICT_BYTES
-from verify.formats.viewing import TOKENIZER_FILE
 
 EVENTS = 40
 """Newest events of roles that the page shows."""

@@ -10,10 +10,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from runspec.core.canonical import MAX_DEPTH, MalformedJson, canonical_json, parse_object
 from runspec.core.hashing import hash_parts
-from runspec.core.invite import make_invite, open_invite, use_invite
 from runspec.core.keys import SigningKey, is_public_key, signature_is_valid
 from runspec.core.latest import Latest, open_latest, sign_latest
-from runspec.core.roles import Roles, open_roles, sign_roles
+from runspec.core.roles import Roles, make_invite, open_invite, open_roles, sign_roles, use_invite
 from runspec.core.signed import BadSignature, SignedDocument, open_document, sign_document
 from tests.weak_keys import PRIME, WEAK_KEYS, WeakKey
 
@@ -144,9 +143,9 @@ def test_roles_open_under_the_pinned_root_and_minutes_of_clock_skew():
         (roles(run="other"), "not for run"),
         (roles(1000.0), "expired"),
         (roles(time.time() + DAY), "future"),
-        (sign_document("roles", {"run": "run"}, ROOT), "not for run"),
+        (sign_document("roles", {"run": "run"}, ROOT), "issued: Field required"),
         (sign_document("roles", UNNAMED, ROOT), "exactly"),
-        (sign_document("roles", UNNAMED | {"expires": HUGE}, ROOT), "numbers"),
+        (sign_document("roles", UNNAMED | {"expires": HUGE}, ROOT), "expires: "),
     ],
 )
 def test_roles_that_must_not_be_believed(data, message):
@@ -229,7 +228,7 @@ def test_only_numbers_below_the_prime_are_keys_and_all_that_we_make_are():
 @weak
 def test_no_role_is_given_to_a_weak_key(public_hex):
     data = sign_roles("run", {**HELD, "validator": [public_hex]}, ROOT, valid_s=60.0)
-    with pytest.raises(BadSignature, match="validator must be a list of public keys"):
+    with pytest.raises(BadSignature, match=r"roles\.validator\.0: a public key is needed"):
         open_it(data)
     with pytest.raises(BadSignature, match="does not match"):
         open_roles(roles(root=WeakKey(public_hex)), root_public_key=public_hex, run="run")

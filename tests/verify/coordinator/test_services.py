@@ -45,8 +45,8 @@ from verify.coordinator.machine.state import LeaseRecord
 from verify.coordinator.services import closing as closing_module
 from verify.coordinator.services.activity import Activity
 from verify.coordinator.services.closing import Closing, watch_latest
+from verify.coordinator_http import ENVELOPE, sign_request
 from verify.formats.submission import SubmissionEnvelope
-from verify.request_auth import ENVELOPE, sign_request
 
 # -- Too much waits for a verdict ----------------------------------------------------------------
 

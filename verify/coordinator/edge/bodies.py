@@ -12,7 +12,7 @@ from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.connection_limits import connection_of
 from runspec.core.hashing import digest_bytes
 from verify.coordinator.intake import Refusal, refusing
-from verify.request_auth import SignedRequest, Unauthorised
+from verify.coordinator_http import SignedRequest, Unauthorised
 
 MAX_BODY_BYTES = 64 * 1024
 """Largest size of a JSON body."""

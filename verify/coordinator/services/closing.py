@@ -26,9 +26,15 @@ from verify.coordinator.machine.state import Tally
 from verify.coordinator.machine.verdicts import batch_stats
 from verify.coordinator.services.activity import Activity
 from verify.coordinator.services.islands import Islands
-from verify.formats.batch import BatchGroup, BatchManifest, sign_batch
+from verify.formats.batch import (
+    BatchGroup,
+    BatchManifest,
+    RangeManifest,
+    RowRange,
+    sign_batch,
+    sign_ranges,
+)
 from verify.formats.islands import divide
-from verify.formats.ranges import RangeManifest, RowRange, sign_ranges
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0

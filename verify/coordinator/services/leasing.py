@@ -14,9 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from runspec.core.files import sync_folder
-from runspec.core.invite import open_invite
 from runspec.core.keys import SigningKey
-from runspec.core.roles import Roles
+from runspec.core.roles import Roles, open_invite
 from runspec.core.run_files import SubmissionFiles, submission_files
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec

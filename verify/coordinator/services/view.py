@@ -11,7 +11,7 @@ from runspec.core.run_files import METRICS_FILE, initial_model, submission_files
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.intake import Refusal, refusing
 from verify.coordinator.ledger.snapshot import open_snapshot
-from verify.formats.viewing import MAX_PIECE_BYTES, TOKENIZER_FILE
+from verify.formats.joining import MAX_PIECE_BYTES, TOKENIZER_FILE
 
 
 class View:

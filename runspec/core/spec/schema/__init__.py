@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from runspec.core.spec.fields import RESTART, SITE, Block, FloatType, Name, Steps
-from runspec.core.spec.schema.evaluation import Evaluation, Evaluator
 from runspec.core.spec.schema.learner import (
     Attention,
     Hardware,
@@ -25,17 +24,6 @@ from runspec.core.spec.schema.learner import (
     Remat,
     ShareCodec,
 )
-from runspec.core.spec.schema.model import (
-    Data,
-    Model,
-    ModelShape,
-    Reward,
-    SolveRate,
-    Source,
-    Tokenizer,
-    WarmStart,
-)
-from runspec.core.spec.schema.monitor import Monitor
 from runspec.core.spec.schema.operations import (
     Budget,
     Checkpoints,
@@ -43,37 +31,51 @@ from runspec.core.spec.schema.operations import (
     Identity,
     Kubernetes,
     Metrics,
+    Monitor,
     Placement,
     Secret,
     SecretSource,
     Storage,
 )
 from runspec.core.spec.schema.samplers import (
+    Backlog,
     Broadcast,
+    CalibrationProfile,
+    Evaluation,
+    Evaluator,
     Origin,
     Parallel,
     Relay,
     SamplerPool,
     Sampling,
+    Thresholds,
+    Verify,
 )
 from runspec.core.spec.schema.training import (
     Advantage,
     Algorithm,
     AnyAlgorithm,
     Clip,
+    Data,
     Fill,
     Filters,
     Grpo,
     HeldOut,
     Importance,
     Kl,
+    Model,
+    ModelShape,
     Optimizer,
     Pretrain,
+    Reward,
     Sft,
+    SolveRate,
+    Source,
     Supervised,
+    Tokenizer,
+    WarmStart,
     ZLoss,
 )
-from runspec.core.spec.schema.verify import Backlog, CalibrationProfile, Thresholds, Verify
 
 VERSION = "runspec/v1"
 SUPERVISED = ("pretrain", "sft")
