@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -334,40 +335,23 @@ def is_drawn(key: SigningKey, submission: str, share: float) -> bool:
     return draw < share * 2.0**64
 
 
-def run(
-    *,
-    run: str,
-    coordinator: str,
-    weights: Sequence[str],
-    public_key: str,
-    key_file: Path,
-    directory: Path,
-    stop: threading.Event,
-    log: logging.Logger,
-    metrics: str | None = None,
-) -> None:
+def run(options: Namespace, stop: threading.Event, log: logging.Logger) -> None:
     """Run `python -m verify validator` until the run is finished or `stop` is set.
 
     Args:
-        run: name of the run.
-        coordinator: URL of the coordinator.
-        weights: URLs of origin or relays.
-        public_key: the pinned root key (hex).
-        key_file: the validator's private key.
-        directory: folder in which weights and problem files are cached.
+        options: of the command line.
         stop: event that ends the process, within a grace period if the work takes long.
         log: receives messages for people.
-        metrics: where the figures are served, see `serve_metrics`.
     """
-    key = SigningKey.load(key_file)
-    client = CoordinatorClient(coordinator, key, run=run, root_public_key=public_key)
+    key, name, root = SigningKey.load(options.key), options.run, options.public_key
+    client = CoordinatorClient(options.coordinator, key, run=name, root_public_key=root)
     with leaving(stop, client, log):
         spec = client.spec()
         require_graders(spec)
         with not_retried():
-            require_profiles(spec, root_public_key=public_key)
-        data = problem_files(client, spec, directory / "data", log)
-        location = WeightsLocation(run, weights, public_key, directory / "weights")
+            require_profiles(spec, root_public_key=root)
+        data = problem_files(client, spec, options.dir / "data", log)
+        location = WeightsLocation(name, options.weights, root, options.dir / "weights")
         with closing(load_prefill_engine(spec, location)) as engine:
             validator = Validator(
                 *(spec, key, client, engine),
@@ -375,7 +359,7 @@ def run(
                 log=log,
             )
             who = key.public_hex[:12]
-            serve_metrics(metrics, validator, log)
-            log.info("validator %s serves run %s, engine %s", who, run, spec.verify.engine)
+            serve_metrics(options.metrics, validator, log)
+            log.info("validator %s serves run %s, engine %s", who, name, spec.verify.engine)
             with closing(validator), heartbeats(client, validator, log):
                 validator.serve(stop)
