@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
-from runspec.core.signed import CLOCK_SKEW_S, BadSignature, open_payload, sign_document
+from runspec.core.roles import check_times
+from runspec.core.signed import BadSignature, open_payload, sign_document
 from runspec.core.spec.resolved import MAX_PROFILE_BYTES
 from runspec.core.spec.schema import FloatType, RunSpec, SamplerPool
 from verify.thresholds import ChunkLimits, GapNoise, Limits, Precision, limits_for, precision_of
@@ -224,18 +225,10 @@ def open_profile(
     codec = TypeAdapter(Profile)
     profile, _ = open_payload(codec, data, kind=KIND, keys=keys, max_bytes=MAX_PROFILE_BYTES)
     if dated:
-        _require_valid(profile, time.time() if now is None else now)
+        check_times(KIND, profile.issued, profile.expires, time.time() if now is None else now)
     if problem := _inconsistent(profile):
         raise BadSignature(f"{KIND}: {problem}")
     return profile
-
-
-def _require_valid(profile: Profile, now: float) -> None:
-    if now > profile.expires + CLOCK_SKEW_S:
-        days = (now - profile.expires) / 86400.0
-        raise BadSignature(f"{KIND}: expired {days:.1f} days ago")
-    if profile.issued > now + CLOCK_SKEW_S:
-        raise BadSignature(f"{KIND}: issued {profile.issued - now:.0f} s in the future")
 
 
 _OF_THEIR_OWN = ("short", "gap_noise")

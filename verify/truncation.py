@@ -343,6 +343,8 @@ def describe(
     weights = xp.exp(xp.where(kept | own, shifted, -math.inf))
     log_total = xp.log(weights.sum(-1))
     below_top = -xp.where(own, shifted, 0.0).sum(-1)
+    limits = [math.log(c) - _ROUNDING for c in HEADS]
+    heads = [xp.where(shifted >= limit, weights, 0.0).sum(-1) for limit in limits]
     if rule is None or not rule.cuts:
         end_least = end_most = xp.where(end, shifted, 0.0).sum(-1) - log_total
     else:  # the end token's share is least in the widest set, and largest in the narrowest
@@ -352,7 +354,7 @@ def describe(
         logprobs=-below_top - log_total,
         below_top=below_top,
         log_powers=_log_powers(xp, weights, log_total),
-        log_heads=_log_heads(xp, shifted, weights, log_total),
+        log_heads=xp.stack([xp.log(head) - log_total for head in heads], -1),
         end_least=end_least,
         end_most=end_most,
         outside=outside,
@@ -374,13 +376,6 @@ def _log_powers(xp: Any, weights: Any, log_total: Any) -> Any:
         1.5: weights * half,
     }
     return xp.stack([xp.log(powers[a].sum(-1)) - a * log_total for a in POWERS], -1)
-
-
-def _log_heads(xp: Any, shifted: Any, weights: Any, log_total: Any) -> Any:
-    """Return [n, len(HEADS)]."""
-    limits = [math.log(c) - _ROUNDING for c in HEADS]
-    heads = [xp.where(shifted >= limit, weights, 0.0).sum(-1) for limit in limits]
-    return xp.stack([xp.log(head) - log_total for head in heads], -1)
 
 
 def _end(xp: Any, shifted: Any, end: Any, among: Any, others: Any) -> Any:

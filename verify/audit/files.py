@@ -88,7 +88,7 @@ class FileAudit:
 
     def judged(self, row: int, event: SubmissionJudged, lease: Lease, signers: Signers) -> None:
         self._report.require(
-            signers.is_validator(event.validator),
+            (event.validator in signers.roles.validator) == signers.current,
             row,
             "validator",
             f"key {event.validator}",

@@ -160,9 +160,6 @@ class Signers:
         key = self._earlier_key(name, document)
         return {} if key is None or key in keys.values() else {name: key}
 
-    def is_validator(self, key: str) -> bool:
-        return (key in self.roles.validator) == self.current
-
     def _earlier_key(self, name: str, document: bytes) -> str | None:
         """Return the key of the first document under a name; None if that has none."""
         if name not in self._earlier:

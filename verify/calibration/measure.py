@@ -317,16 +317,15 @@ class Measurements:
         for below, chunks in classes.items():
             worst: dict[str, float] = defaultdict(float)
             for chunk in chunks:
-                for name, value in _of_chunk(chunk):
+                # Shares are those of k.
+                numbers = {
+                    "mismatch_share": (chunk.exponent_mismatches + chunk.sign_mismatches) / chunk.k,
+                    "mantissa_mean": chunk.mantissa_error_mean,
+                    "mantissa_median": chunk.mantissa_error_median,
+                }
+                for radius, misses in zip(RADII, chunk.misses, strict=True):
+                    numbers[f"miss_share {radius}"] = misses / chunk.k
+                for name, value in numbers.items():
                     worst[name] = max(worst[name], value)
             for name, value in worst.items():
                 self.values[key_of(name, below)].append(value)
-
-
-def _of_chunk(chunk: ChunkStatistics) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a chunk; shares are those of k."""
-    yield "mismatch_share", (chunk.exponent_mismatches + chunk.sign_mismatches) / chunk.k
-    for radius, misses in zip(RADII, chunk.misses, strict=True):
-        yield f"miss_share {radius}", misses / chunk.k
-    yield "mantissa_mean", chunk.mantissa_error_mean
-    yield "mantissa_median", chunk.mantissa_error_median

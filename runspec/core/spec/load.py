@@ -259,20 +259,17 @@ def origin(layered: Layered, files: SpecFiles, location: Location) -> str:
         return "default"
     if place.file == SET_FILE:
         return f"{SET_FILE} {files.overrides[place.line - 1]}"
-    return f"{place.file}:{place.line}{_layer(files, Path(place.file))}"
+    file, layer = Path(place.file), ""
+    if files.placement is not None and file == files.placement:
+        layer = " (placement)"
+    elif files.profile and file == profile_path(files.path, files.profile):
+        layer = f" (profile {files.profile})"
+    return f"{place.file}:{place.line}{layer}"
 
 
 def origins(layered: Layered, files: SpecFiles, resolved: Mapping[str, Any]) -> dict[str, str]:
     """Return the origin of every value by its path, with names for the items of named lists."""
     return {path: origin(layered, files, at) for path, at in _leaves(resolved, (), "")}
-
-
-def _layer(files: SpecFiles, file: Path) -> str:
-    if files.placement is not None and file == files.placement:
-        return " (placement)"
-    if files.profile and file == profile_path(files.path, files.profile):
-        return f" (profile {files.profile})"
-    return ""
 
 
 def _leaves(value: Any, at: Location, path: str) -> list[tuple[str, Location]]:

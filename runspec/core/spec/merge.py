@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from runspec.core.spec.findings import Finding, Place, replacing
 from runspec.core.spec.schema import Block, RunSpec
 from runspec.core.spec.schema_fields import (
     blocks_in,
     close_match,
-    is_nullable,
     keys_of,
     named_item,
     suggest_key,
@@ -71,7 +70,7 @@ class _Merger:
     def value(self, base: Node | None, overlay: Node, annotation: Any, path: str) -> Node | None:
         """Return `overlay` merged over `base`; None if it deletes."""
         if isinstance(overlay, ScalarNode) and overlay.value is None:
-            return overlay if is_nullable(annotation) else None
+            return overlay if type(None) in get_args(annotation) else None
         if item := named_item(annotation):
             return self._named_list(base, overlay, item, path)
         if isinstance(overlay, MapNode):

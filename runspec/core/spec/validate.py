@@ -241,16 +241,13 @@ def schema_finding(root: MapNode, error: Any) -> Finding:
     if context.get("pattern") == NAME_PATTERN:
         message = f"a name was expected: {NAME_WORDS}"
     code = "unit" if isinstance(context.get("error"), UnitError) else "bad-value"
-    numbers, requires = _bound(path.rpartition(".")[2], to_python(node), context)
+    name, value = path.rpartition(".")[2], to_python(node)
+    numbers: dict[str, Number] = {}
+    requires = ""
+    for bound, sign in _BOUNDS.items():
+        if bound in context and isinstance(value, int | float):
+            numbers, requires = {name: value}, f"{name} {sign} {context[bound]:g}"
     return finding(code, f"{message}, got {got}", path, numbers=numbers, requires=requires)
-
-
-def _bound(name: str, value: Any, context: dict[str, Any]) -> tuple[dict[str, Number], str]:
-    """Return the measured number and the violated bound; both empty for other errors."""
-    for kind, sign in _BOUNDS.items():
-        if kind in context and isinstance(value, int | float):
-            return {name: value}, f"{name} {sign} {context[kind]:g}"
-    return {}, ""
 
 
 def _shown(node: Node) -> str:

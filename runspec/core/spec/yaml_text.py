@@ -8,8 +8,10 @@ nobody means text by them.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from typing import Any
 
@@ -29,6 +31,7 @@ Reading = bool | int | float | str
 Comment = Callable[[tuple[str | int, ...]], str]
 """Returns the comment behind a scalar, or behind a list on one line, by its keys and indices."""
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./@+=()<>-]*(?:[ :][A-Za-z0-9_./@+=()<>-]+)*")
+_COLON = re.compile(r'[^"]*:')
 _INDENT = "  "
 
 
@@ -53,11 +56,7 @@ def other_reading(text: str) -> Reading | None:
     return None if same or not isinstance(value, Reading) else value
 
 
-def _no_comment(path: tuple[str | int, ...]) -> str:
-    return ""
-
-
-def to_yaml(value: Mapping[str, Any], comment: Comment = _no_comment) -> str:
+def to_yaml(value: Mapping[str, Any], comment: Comment = lambda path: "") -> str:
     """Return a document in block style, in the order of the maps; lists of scalars on one line."""
     return "".join(f"{line}\n" for line in _map(value, "", (), comment))
 
@@ -74,65 +73,43 @@ def yaml_scalar(value: ScalarValue) -> str:
         text = repr(value)
         # YAML 1.1 takes 1e-06 for text: it requires the point.
         return text.replace("e", ".0e") if "e" in text and "." not in text else text
-    return value if _is_plain(value) else _quoted(value)
-
-
-def _is_plain(text: str) -> bool:
-    if not _PLAIN.fullmatch(text):
-        return False
-    try:
-        return resolve_scalar(text) == text and other_reading(text) is None
-    except ValueError:  # an integer that is too long
-        return False
+    if _PLAIN.fullmatch(value):
+        with suppress(ValueError):  # an integer that is too long
+            if resolve_scalar(value) == value and other_reading(value) is None:
+                return value
+    return _quoted(value)
 
 
 def _quoted(text: str) -> str:
-    return '"' + "".join(_escaped(c) for c in text) + '"'
-
-
-def _escaped(character: str) -> str:
-    if character in '"\\':
-        return f"\\{character}"
-    if character == "\n":
-        return "\\n"
-    if character.isprintable():
-        return character
-    return f"\\U{ord(character):08x}"
+    quoted = json.dumps(text, ensure_ascii=False)  # JSON is a subset of YAML 1.2
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
 
 
 def _map(
     value: Mapping[str, Any], indent: str, path: tuple[str | int, ...], comment: Comment
 ) -> Iterator[str]:
     for key, item in value.items():
-        yield from _entry(f"{indent}{yaml_scalar(key)}:", item, indent, (*path, key), comment)
-
-
-def _entry(
-    head: str, item: Any, indent: str, path: tuple[str | int, ...], comment: Comment
-) -> Iterator[str]:
-    if isinstance(item, Mapping) and item:
-        yield head
-        yield from _map(item, indent + _INDENT, path, comment)
-    elif isinstance(item, list | tuple) and any(isinstance(i, Mapping) for i in item):
-        yield head
-        for number, element in enumerate(item):
-            lines = _map(element, indent + 2 * _INDENT, (*path, number), comment)
-            for first, line in enumerate(lines):
-                yield line if first else f"{indent}{_INDENT}- {line.lstrip()}"
-    else:
-        # A line break would end the comment.
-        said = "".join(c if c.isprintable() else "?" for c in comment(path))
-        yield f"{head} {_on_one_line(item)}" + (f"  # {said}" if said else "")
+        head, at = f"{indent}{yaml_scalar(key)}:", (*path, key)
+        if isinstance(item, Mapping) and item:
+            yield head
+            yield from _map(item, indent + _INDENT, at, comment)
+        elif isinstance(item, list | tuple) and any(isinstance(i, Mapping) for i in item):
+            yield head
+            for number, element in enumerate(item):
+                lines = _map(element, indent + 2 * _INDENT, (*at, number), comment)
+                for first, line in enumerate(lines):
+                    yield line if first else f"{indent}{_INDENT}- {line.lstrip()}"
+        else:
+            # A line break would end the comment.
+            behind = "".join(c if c.isprintable() else "?" for c in comment(at))
+            yield f"{head} {_on_one_line(item)}" + (f"  # {behind}" if behind else "")
 
 
 def _on_one_line(item: Any) -> str:
     if isinstance(item, Mapping):
         return "{}"
-    if isinstance(item, Sequence) and not isinstance(item, str):
-        return f"[{', '.join(_in_flow(i) for i in item)}]"
-    return yaml_scalar(item)
-
-
-def _in_flow(item: Any) -> str:
-    text = yaml_scalar(item)
-    return _quoted(text) if isinstance(item, str) and ":" in text and text[0] != '"' else text
+    if isinstance(item, str) or not isinstance(item, Sequence):
+        return yaml_scalar(item)
+    texts = (yaml_scalar(each) for each in item)
+    # In a list, text with a colon could be read as a map.
+    return f"[{', '.join(_quoted(t) if _COLON.match(t) else t for t in texts)}]"
