@@ -121,14 +121,6 @@ class ShortTable(_Part):
     mantissa_median: NonNegative
 
 
-class GapTable(_Part):
-    """See `verify.thresholds.GapNoise`."""
-
-    cap: Annotated[float, Field(gt=0.0)]
-    mean: Annotated[float, Field(gt=0.0)]
-    probability: Annotated[float, Field(gt=0.0, lt=1.0)]
-
-
 class LimitTable(_Part):
     """See `verify.thresholds.Limits`. `constant_ratio` is the published one, because it depends on
     forgers and not on rounding."""
@@ -143,7 +135,7 @@ class LimitTable(_Part):
     miss_share: Share
     mantissa_mean: NonNegative
     mantissa_median: NonNegative
-    gap_noise: GapTable | None
+    gap_noise: GapNoise | None
     """Null if the pool does not sample with a seed."""
     short: Annotated[list[ShortTable], Field(max_length=MAX_SHORT)]
 
@@ -171,7 +163,6 @@ class Profile(_Part):
         """Return the limits, with the published `constant_ratio`."""
         published = limits_for(self.sampler.precision, self.validator.precision)
         table = self.limits.model_dump(exclude={"short", "gap_noise"})
-        gaps = self.limits.gap_noise
         short = tuple(
             ChunkLimits(**({"mantissa_mean": math.inf} | row.model_dump(exclude_none=True)))
             for row in self.limits.short
@@ -179,7 +170,7 @@ class Profile(_Part):
         return Limits(
             **table,
             constant_ratio=published.constant_ratio,
-            gap_noise=None if gaps is None else GapNoise(**gaps.model_dump()),
+            gap_noise=self.limits.gap_noise,
             short=short,
         )
 
@@ -304,8 +295,39 @@ def profiles_of(spec: RunSpec, *, dated: bool = True) -> dict[str, Profile]:
 
 def limits_by_pool(spec: RunSpec, *, dated: bool = True) -> dict[str, Limits]:
     """Return the limits of each pool; arguments and errors are those of `profiles_of`."""
-    profiles = profiles_of(spec, dated=dated)
-    return {pool.name: _limits(spec, pool, profiles) for pool in spec.samplers}
+    return {pool: limits for pool, (limits, _) in _chosen(spec, dated=dated).items()}
+
+
+def sources_by_pool(spec: RunSpec) -> dict[str, str]:
+    """Return the source of each pool's limits, for people.
+
+    Raises:
+        UserError: see `profiles_of`.
+    """
+    return {pool: source for pool, (_, source) in _chosen(spec, dated=True).items()}
+
+
+def _chosen(spec: RunSpec, *, dated: bool) -> dict[str, tuple[Limits, str]]:
+    """Return the limits of each pool, and where they come from."""
+    profiles, found = profiles_of(spec, dated=dated), {}
+    for pool in spec.samplers:
+        precision = precision_of(pool)
+        limits = limits_for(precision, spec.learner.compute_dtype, spec.verify.thresholds)
+        source = "the published ones"
+        covering = (n for n, each in profiles.items() if not each.differences(spec, pool))
+        if any(given.name == precision for given in spec.verify.thresholds):
+            source = f"verify.thresholds.{precision}"
+        elif (name := next(covering, None)) is not None:
+            profile, published = profiles[name], limits
+            limits = profile.as_limits()
+            if not pool.sampling.seeded:
+                limits = replace(limits, **{each: getattr(published, each) for each in _OF_GAPS})
+            until = datetime.fromtimestamp(profile.expires, UTC).date()
+            looser = ", ".join(profile.looser)
+            more = f", looser than published in {looser}" if looser else ""
+            source = f"verify.profiles.{name}, until {until}{more}"
+        found[pool.name] = limits, source
+    return found
 
 
 def gap_noise_by_pool(spec: RunSpec) -> dict[str, GapNoise]:
@@ -354,46 +376,3 @@ def require_model(spec: RunSpec, config: Mapping[str, object]) -> None:
                     place=f"verify.profiles.{name}",
                     remedy="calibrate with the run's model",
                 )
-
-
-def sources_by_pool(spec: RunSpec) -> dict[str, str]:
-    """Return the source of each pool's limits, for people.
-
-    Raises:
-        UserError: see `profiles_of`.
-    """
-    profiles = profiles_of(spec)
-    return {pool.name: _source(spec, pool, profiles) for pool in spec.samplers}
-
-
-def _limits(spec: RunSpec, pool: SamplerPool, profiles: Mapping[str, Profile]) -> Limits:
-    name = _covering(spec, pool, profiles)
-    published = limits_for(precision_of(pool), spec.learner.compute_dtype, spec.verify.thresholds)
-    if name is None or _is_given(spec, pool):
-        return published
-    measured = profiles[name].as_limits()
-    if pool.sampling.seeded:
-        return measured
-    return replace(measured, **{each: getattr(published, each) for each in _OF_GAPS})
-
-
-def _source(spec: RunSpec, pool: SamplerPool, profiles: Mapping[str, Profile]) -> str:
-    if _is_given(spec, pool):
-        return f"verify.thresholds.{precision_of(pool)}"
-    name = _covering(spec, pool, profiles)
-    if name is None:
-        return "the published ones"
-    until = datetime.fromtimestamp(profiles[name].expires, UTC).date()
-    looser = profiles[name].looser
-    more = f", looser than published in {', '.join(looser)}" if looser else ""
-    return f"verify.profiles.{name}, until {until}{more}"
-
-
-def _is_given(spec: RunSpec, pool: SamplerPool) -> bool:
-    return any(given.name == precision_of(pool) for given in spec.verify.thresholds)
-
-
-def _covering(spec: RunSpec, pool: SamplerPool, profiles: Mapping[str, Profile]) -> str | None:
-    """Return the name of the first profile that matches a pool and its validators."""
-    covering = (name for name, each in profiles.items() if not each.differences(spec, pool))
-    return next(covering, None)

@@ -409,7 +409,6 @@ def _finite(value: float) -> float | None:
 def as_table(limits: Limits) -> LimitTable:
     """Return the limits in the form of a profile."""
     short = [{**vars(row), "mantissa_mean": _finite(row.mantissa_mean)} for row in limits.short]
-    noise = limits.gap_noise and vars(limits.gap_noise)
-    table = vars(limits) | {"gap_noise": noise, "short": short}
+    table = vars(limits) | {"short": short}
     del table["constant_ratio"]
     return LimitTable.model_validate(table)
