@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.unseeded.models import VOCAB
 from benchmarks.unseeded.rollouts import Row
-from verify.checks.distribution import (
+from verify.checks.prefill import (
     END_NAMES,
     NAMES,
     all_evidence,

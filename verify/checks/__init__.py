@@ -1,7 +1,7 @@
 """The checks of a submission, cheap ones first; each is one function (`verify.checks.base`)."""
 
 from runspec.core.spec.schema import SamplerPool
-from verify.checks import distribution, prefill, rows
+from verify.checks import prefill, rows
 from verify.checks.base import Check
 from verify.checks.rows import duplicates
 
@@ -23,11 +23,11 @@ def prefill_checks(pool: SamplerPool) -> list[Check]:
     """Return the checks that need the prefill."""
     seeded = [prefill.seeded_sampling, prefill.seeded_sampling_submission]
     unseeded = [
-        distribution.kept_tokens,
-        distribution.ends_submission,
-        distribution.ends,
-        distribution.chosen_tokens_submission,
-        distribution.chosen_tokens,
+        prefill.kept_tokens,
+        prefill.ends_submission,
+        prefill.ends,
+        prefill.chosen_tokens_submission,
+        prefill.chosen_tokens,
     ]
     tokens = seeded if pool.sampling.seeded else unseeded
     return [prefill.logprobs_submission, prefill.logprobs, *tokens, prefill.toploc]
