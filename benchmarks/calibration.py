@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import tempfile
 import time
 from contextlib import closing
@@ -26,15 +25,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.null.text_model import PROMPT, Size, held_out, read_text, train
+from benchmarks.perturbed import Change, Rejections, int8, noise, perturb
 from learner_jax.leaves import save_weights
 from runspec.core.models.decoder import hf_config
 from runspec.core.process import setup_logging
 from runspec.core.spec.schema import RunSpec
 from tests.verify.calibration.honest_run import WORKER, HonestRun
-from verify.calibration.honest_run import find_version, submissions_of
-from verify.calibration.measure import Rejections
-from verify.calibration.prefills import Change, Prefills, int8, noise
-from verify.calibration.run import Order, calibrate
+from verify.calibration.command import calibrate
+from verify.calibration.measure import find_version, link_version, recomputed, submissions_of
 from verify.formats.lease import Lease, lease_digest
 from verify.formats.submission import Rollout
 from verify.noise import gumbel, noise_key
@@ -157,14 +155,16 @@ def judged(run_dir: Path, spec: RunSpec, limits: dict[str, Limits], most: int) -
     lease = taken[0].lease
     version = find_version(run_dir, spec.name, 0, lease.manifest_digest, None)
     assert version is not None
-    prefills = Prefills(spec, spec.samplers[0], {0: version}, BFLOAT16.gap, logging.getLogger())
     rows: dict[str, Any] = {}
     for name, change in [("right", None), *SPOILT.items()]:
         counts = {each: Rejections(limits[each]) for each in limits}
         distance: list[float] = []
         with tempfile.TemporaryDirectory() as folder:
-            some = taken if change is None else taken[:most]
-            for _, pairs in prefills.of(some, Path(folder) / "cache", change):
+            some, cache = taken if change is None else taken[:most], Path(folder)
+            linked = link_version(version, cache)
+            if change is not None:
+                perturb(linked, change)
+            for _, pairs in recomputed(some, spec, spec.samplers[0], cache, BFLOAT16.gap):
                 apart = [np.abs(row.logprobs - found.logprobs) for row, found in pairs]
                 distance.append(float(np.concatenate(apart).mean()))
                 for each in counts.values():
@@ -203,17 +203,17 @@ def main() -> None:
             folders[which] = Path(name) / which
             run_of(folders[which], spec_of(f"text-{which}", size), params, size, its)
             log.info("%s: sampled after %.0f s", which, time.monotonic() - begun)
-        outcome = calibrate(Order(folders["measured"], "torch"), log)
-        limits = {"published": BFLOAT16, "profile": outcome.profile.as_limits()}
+        profile = calibrate(folders["measured"], "torch", log=log)
+        limits = {"published": BFLOAT16, "profile": profile.as_limits()}
         for rate in COUNTABLE:
-            loose = calibrate(Order(folders["measured"], "torch", rate=rate), log).profile
+            loose = calibrate(folders["measured"], "torch", rate=rate, log=log)
             limits[f"rate {rate:g}"] = loose.as_limits()
         power = judged(folders["fresh"], spec_of("text-fresh", size), limits, min(count, 32))
     found = {
         "hidden": size.hidden,
         "layers": size.layers,
         "loss": round(loss, 3),
-        "profile": outcome.profile.model_dump(mode="json"),
+        "profile": profile.model_dump(mode="json"),
         "fresh": power,
         "seconds": round(time.monotonic() - begun),
     }

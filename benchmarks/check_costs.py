@@ -25,7 +25,7 @@ from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import SamplerPool
 from verify.checks import GRADE_CHECKS, ROW_CHECKS, prefill_checks
 from verify.checks.base import Subject
-from verify.checks.duplicates import DuplicateCheck, fingerprints
+from verify.checks.rows import duplicates, fingerprints
 from verify.formats.lease import Lease, assignments, lease_digest, open_lease, sign_lease
 from verify.formats.submission import (
     Rollout,
@@ -168,11 +168,11 @@ def main() -> None:
         "decode": milliseconds(lambda: decode_rollouts(table, **limits)),
     }
     for check in [*ROW_CHECKS, *GRADE_CHECKS, *prefill_checks(subject.pool)]:
-        found[check.name] = milliseconds(partial(check.run, subject))
+        found[check(subject)[0].name] = milliseconds(partial(check, subject))
     pairs = [(r.output_tokens, r.logprobs) for r in subject.rollouts]
     found["fingerprints"] = milliseconds(lambda: [fingerprints(*pair) for pair in pairs])
     alike = replace(subject, fingerprints=[fingerprints(*pair) for pair in pairs])
-    found["duplicates"] = milliseconds(lambda: DuplicateCheck().run(alike))
+    found["duplicates"] = milliseconds(lambda: duplicates(alike))
     shape = {"rollouts": len(pairs), "tokens": TOKENS, "hidden": HIDDEN, "bytes": len(table)}
     print(json.dumps({"submission": shape, "milliseconds": found}, indent=2))
 

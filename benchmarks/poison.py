@@ -25,7 +25,7 @@ import numpy as np
 
 from tests.verify.bench import Bench
 from tests.verify.small_model import VOCAB, ParityTask
-from verify.checks.duplicates import fingerprints
+from verify.checks.rows import fingerprints
 from verify.examiner import Examiner
 from verify.plugins import Graded, GradeItem, GraderFault
 from verify.toploc.codec import build_proofs_batch

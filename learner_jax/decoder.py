@@ -24,11 +24,10 @@ from learner_jax.attention.context import from_zigzag, to_zigzag
 from learner_jax.execution import Execution, wide_dtype, widen
 from learner_jax.modules import Linear, RMSNorm, param, scan_layers, stacked
 from learner_jax.sharding import constrain
-from runspec.core.models.config import ModelConfig
+from runspec.core.models.config import Linear as LinearScaling
+from runspec.core.models.config import Llama3, ModelConfig, Yarn
 from runspec.core.models.decoder import OUTPUT_GAIN
 from runspec.core.models.family import normal
-from runspec.core.models.rope_scaling import Linear as LinearScaling
-from runspec.core.models.rope_scaling import Llama3, Yarn
 
 Rotation = tuple[Array, Array]
 """Cosine and sine, [B, T, 1, h/2] each, at least float32."""

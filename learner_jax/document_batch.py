@@ -13,8 +13,8 @@ from learner_jax.manifests import RangeReader, manifest_digest, own_share
 from learner_jax.packing import TokenBatch
 from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.run_files import initial_model
+from verify.formats.batch import RangeManifest, RowRange
 from verify.formats.islands import IslandShare
-from verify.formats.ranges import RangeManifest, RowRange
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
 
 _COLUMNS = ("tokens", "targets", "segment_ids", "positions")

@@ -22,10 +22,15 @@ from runspec.core.roles import Roles, open_roles
 from runspec.core.run_files import step_folder
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
-from verify.formats.batch import FILE_NAME, BatchManifest
+from verify.formats.batch import (
+    FILE_NAME,
+    MAX_RANGES_BYTES,
+    BatchManifest,
+    RangeManifest,
+    open_ranges,
+    rows_per_step,
+)
 from verify.formats.islands import without_empty_shares
-from verify.formats.ranges import MAX_BYTES as MAX_RANGES_BYTES
-from verify.formats.ranges import RangeManifest, open_ranges, rows_per_step
 
 POLL_S = 0.02
 REPORT_EVERY_S = 30.0

@@ -42,10 +42,9 @@ from runspec.core.models.family import load_config
 from runspec.core.models.memory import chunk_tokens, prefill_bytes
 from runspec.core.spec import schema
 from runspec.core.spec.schema import RunSpec
-from verify.choices import HEADS, POWERS, Choices
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation
 from verify.token_facts import Drawn, TokenFacts, Vocabulary, Wanted, facts_of, outputs_of
-from verify.truncation import Truncation
+from verify.truncation import HEADS, POWERS, Choices, Truncation
 
 MICROBATCH_TOKENS = 1 << 15
 IN_FLIGHT = 3

@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from tests.harness import TARGET_SHORT
-from tests.runspec.backends.fake_api_server import fake_api_server
-from tests.runspec.backends.stand_ins import cluster
+from tests.runspec.backends.fake_api_server import cluster, fake_api_server
 from tests.runspec.cli.in_process import runspec
 from tests.site_page import ROOT, commands
 from tests.waiting import eventually

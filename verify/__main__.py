@@ -88,17 +88,7 @@ def _validator(options: Namespace, log: logging.Logger) -> None:
     stop = stop_event()
     from verify.validator import run  # after the signal handlers, because this takes seconds
 
-    run(
-        run=options.run,
-        coordinator=options.coordinator,
-        weights=options.weights,
-        public_key=options.public_key,
-        key_file=options.key,
-        directory=options.dir,
-        stop=stop,
-        log=log,
-        metrics=options.metrics,
-    )
+    run(options, stop, log)
 
 
 if __name__ == "__main__":

@@ -8,28 +8,28 @@ key, must name the coordinator.
 
 from __future__ import annotations
 
+import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from blake3 import blake3
 
-from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import atomic_file
 from runspec.core.hashing import digest_bytes
 from runspec.core.http_client import Answer
-from runspec.core.invite import use_invite
 from runspec.core.keys import SigningKey
-from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
-from runspec.core.roles import Roles, open_roles
+from runspec.core.process import not_retried
+from runspec.core.roles import use_invite
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.source_files import compare_data_digests, data_digest, file_digest
 from verify.coordinator_http import (
     MAX_ANSWER_BYTES,
     CoordinatorHttp,
@@ -51,10 +51,8 @@ from verify.timeouts import BACKLOG_S, COORDINATOR_S
 
 __all__ = ["CoordinatorClient", "RunFinished", "SubmissionRefused", "WorkItem"]
 
-T = TypeVar("T")
 MAX_LIST_BYTES = 64 * 1024 * 1024
 """Largest list of evaluations."""
-ROLES_REFRESH_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -92,10 +90,12 @@ class CoordinatorClient:
         root_public_key: str,
         deadline_s: float = COORDINATOR_S,
     ) -> None:
-        self._key, self._run, self._root_public_key = key, run, root_public_key
-        self._http = CoordinatorHttp(url, key, run=run, deadline_s=deadline_s)
-        self._roles: Roles | None = None
-        self._roles_read = 0.0
+        self._key, self._run = key, run
+        self._http = CoordinatorHttp(
+            url, key, run=run, root_public_key=root_public_key, deadline_s=deadline_s
+        )
+        self.roles = self._http.roles
+        """Returns the run's roles, read again every few minutes."""
         self._spec: RunSpec | None = None
         self._lock = threading.Lock()
         self._leases: set[str] = set()
@@ -104,22 +104,14 @@ class CoordinatorClient:
         self._claims: set[str] = set()
         """Digests of the submissions that this process has claimed."""
 
-    def roles(self) -> Roles:
-        """Return the run's roles, read again every few minutes."""
-        if self._roles is None or time.monotonic() - self._roles_read > ROLES_REFRESH_S:
-            data = self._http.call("GET", "/v1/roles", max_bytes=MAX_ROLES_BYTES).content
-            self._roles = self._opened(
-                data, open_roles, root_public_key=self._root_public_key, run=self._run
-            )
-            self._roles_read = time.monotonic()
-        return self._roles
-
     def spec(self) -> RunSpec:
         """Return the run's resolved spec, which the coordinator signed."""
         if self._spec is None:
             data = self._http.call("GET", "/v1/spec", max_bytes=MAX_SIGNED_SPEC_BYTES).content
             place = f"{self._http.url}/v1/spec"
-            spec = self._opened(data, open_spec, coordinators=self.roles().coordinator, place=place)
+            spec = self._http.opened(
+                data, open_spec, coordinators=self.roles().coordinator, place=place
+            )
             if spec.name != self._run:
                 raise UserError(
                     f"serves run {spec.name!r}, not {self._run!r}",
@@ -162,7 +154,7 @@ class CoordinatorClient:
         answer = self._post("/v1/leases", body, wait_s=wait_s)
         if answer.status == HTTPStatus.NO_CONTENT:
             return None
-        lease = self._opened(answer.content, open_lease, coordinators=self.roles().coordinator)
+        lease = self._http.opened(answer.content, open_lease, coordinators=self.roles().coordinator)
         if lease.worker != self._key.public_hex or lease.run != self._run:
             raise self._http.not_believed(BadSignature("a lease for another worker or run"))
         self.hold(lease_digest(answer.content))
@@ -219,7 +211,9 @@ class CoordinatorClient:
     def site(self) -> Site:
         """Return the signed site: URLs of the weights, and the files of the data."""
         data = self._http.call("GET", "/v1/site", max_bytes=MAX_SITE_BYTES).content
-        return self._opened(data, open_site, coordinators=self.roles().coordinator, run=self._run)
+        return self._http.opened(
+            data, open_site, coordinators=self.roles().coordinator, run=self._run
+        )
 
     def fetch_data(self, file: SiteFile, path: Path) -> None:
         """Fetch a file of the data and check its digest; write the whole file or none.
@@ -256,7 +250,7 @@ class CoordinatorClient:
         answer = self._post("/v1/validator/next", body, wait_s=wait_s)
         if answer.status == HTTPStatus.NO_CONTENT:
             return None
-        item = self._opened(answer.content, self._work_item)
+        item = self._http.opened(answer.content, self._work_item)
         with self._lock:
             self._claims.add(item.submission)
         return item
@@ -292,7 +286,7 @@ class CoordinatorClient:
     def evaluations(self) -> set[tuple[str, int]]:
         """Return the evaluations of versions whose results the coordinator has."""
         data = self._http.call("GET", "/v1/evaluations", max_bytes=MAX_LIST_BYTES).content
-        return self._opened(data, _evaluations)
+        return self._http.opened(data, _evaluations)
 
     def evaluated(self, document: bytes) -> None:
         """Send a signed result. Sending it again changes nothing; the first of a version stays."""
@@ -316,13 +310,6 @@ class CoordinatorClient:
         if type(share) not in (int, float) or not 0.0 <= share <= 1.0:
             raise BadSignature(f"a share of {str(share)[:40]}")
         return WorkItem(submitted.digest, lease, envelope, float(share))
-
-    def _opened(self, data: bytes, read: Callable[..., T], **expected: Any) -> T:
-        """Return what `read` makes of an answer; raise its errors as a `UserError`."""
-        try:
-            return read(data, **expected)
-        except (MalformedJson, KeyError, BadSignature) as error:
-            raise self._http.not_believed(error) from error
 
     def _post(self, path: str, body: Mapping[str, Any], *, wait_s: float = 0.0) -> Answer:
         return self._http.call("POST", path, body=canonical_json(dict(body)), wait_s=wait_s)
@@ -352,3 +339,52 @@ def _checked_file(path: Path, file: SiteFile) -> Iterator[Callable[[bytes], None
                 place=str(path),
                 remedy="the file changed after the coordinator started: start it again",
             )
+
+
+def problem_files(
+    client: CoordinatorClient, spec: RunSpec, folder: Path, log: logging.Logger
+) -> Path | None:
+    """Make sure that this machine has the coordinator's files of problems.
+
+    Files with the same contents at the spec's own paths are used in place; others are fetched.
+
+    Args:
+        client: client of the coordinator.
+        spec: the run's resolved spec.
+        folder: folder of fetched files, as <source>/<name>.
+        log: receives messages about what is fetched.
+
+    Returns:
+        `data_dir` of `verify.plugins.load_task_set`: the folder, or None for the spec's paths.
+
+    Raises:
+        RunStopped: the problems would still differ from the coordinator's.
+        UserError: the coordinator does not send a file as listed, or the disk is full.
+    """
+    site = client.site()
+    if not site.data:
+        return None  # the coordinator cannot read its files
+    with suppress(UserError):  # a file is missing
+        if data_digest(spec) == site.data:
+            return None
+    with not_retried():
+        if not site.files:
+            compare_data_digests(data_digest(spec), site.data, whose="the coordinator")
+    _fetch(client, site, folder, log)
+    with not_retried():
+        compare_data_digests(data_digest(spec, folder), site.data, whose="the coordinator")
+    return folder
+
+
+def _fetch(client: CoordinatorClient, site: Site, folder: Path, log: logging.Logger) -> None:
+    wanted = {folder / file.source / file.path: file for file in site.files}
+    missing = {
+        path: file
+        for path, file in wanted.items()
+        if not path.is_file() or file_digest(path) != file.digest
+    }
+    if missing:
+        total = sum(file.bytes for file in missing.values()) / 1e6
+        log.info("fetching %d files of problems, %.1f MB", len(missing), total)
+    for path, file in missing.items():
+        client.fetch_data(file, path)

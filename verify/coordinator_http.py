@@ -1,4 +1,4 @@
-"""Requests to a coordinator with one key: signed, limited in size, retried.
+"""Requests to a coordinator: their signatures, and a client that limits, retries and checks.
 
 `verify.client` interprets the answers.
 """
@@ -6,24 +6,151 @@
 from __future__ import annotations
 
 import base64
+import heapq
 import logging
 import math
+import re
+import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from runspec.core.address import is_server_url
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes, hash_parts, is_digest
 from runspec.core.http_client import Answer, LongAnswer, NoAnswer, Retry, Sink, fetch_now
-from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature
-from verify.request_auth import ENVELOPE, sign_request
+from runspec.core.keys import SigningKey, is_public_key, signature_is_valid
+from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
+from runspec.core.roles import Roles, open_roles
+from runspec.core.signed import CLOCK_SKEW_S, BadSignature
+
+KEY, TIME, NONCE = "Runspec-Key", "Runspec-Time", "Runspec-Nonce"
+BODY, SIGNATURE = "Runspec-Body", "Runspec-Signature"
+ENVELOPE = "Runspec-Envelope"
+"""Base64 of the signed envelope that goes with a table."""
+
+_NONCE = re.compile(r"[0-9a-f]{32}")
+_TIME = re.compile(r"[0-9]{1,12}")
+
+
+class Unauthorised(Exception):
+    """Raised for a request that is not authentic, with the reason."""
+
+
+@dataclass(frozen=True)
+class SignedRequest:
+    """Key that signed a request, and the digest that the body must have."""
+
+    key: str
+    body_digest: str
+
+
+def sign_request(
+    key: SigningKey, *, run: str, method: str, path: str, body: bytes, now: float | None = None
+) -> dict[str, str]:
+    """Return headers that sign one attempt of a request; a retry needs a new signature.
+
+    Args:
+        key: key of the caller.
+        run: name of the run that the server serves.
+        method: method of the request, in capitals.
+        path: path as sent, with its query if there is one.
+        body: body as sent; empty for GET.
+        now: seconds since the epoch; the clock if None.
+    """
+    moment = str(int(time.time() if now is None else now))
+    nonce, body_digest = secrets.token_hex(16), digest_bytes(body)
+    message = _message(run, method, path, body_digest, moment, nonce)
+    return {
+        KEY: key.public_hex,
+        TIME: moment,
+        NONCE: nonce,
+        BODY: body_digest,
+        SIGNATURE: key.sign(message),
+    }
+
+
+class RequestChecker:
+    """Checks the headers of signed requests and remembers them until they expire.
+
+    The server's rates (`verify.coordinator.edge.limits`) limit how many it remembers. A restart
+    forgets them. A request that is replayed in the seconds after a restart does no harm, because
+    repeated requests change nothing.
+
+    Args:
+        run: name of the run that the server serves.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._seen: set[tuple[str, str]] = set()
+        """Key and nonce of each request."""
+        self._order: list[tuple[float, tuple[str, str]]] = []
+        """Heap of the time at which a request expires, its key and its nonce."""
+
+    def check(
+        self,
+        headers: Mapping[str, str],
+        *,
+        method: str,
+        path: str,
+        now: float | None = None,
+        admit: Callable[[str], None] = lambda key: None,
+    ) -> SignedRequest:
+        """Return who signed the request; the caller still compares the body with `body_digest`.
+
+        Args:
+            headers: headers of the request.
+            method, path: method and path of the request, as sent.
+            now: seconds since the epoch; the clock if None.
+            admit: called with the signer's key before the request is remembered; its errors are
+                raised to the caller.
+
+        Raises:
+            Unauthorised: the request is malformed, was seen before, or is for another time, run,
+                path or method.
+        """
+        now = time.time() if now is None else now
+        key, moment, nonce = (headers.get(name, "") for name in (KEY, TIME, NONCE))
+        body_digest, signature = headers.get(BODY, ""), headers.get(SIGNATURE, "")
+        if not (is_digest(key) and is_digest(body_digest)):
+            raise Unauthorised(f"{KEY} and {BODY} must be 64 hex characters each")
+        if not is_public_key(key):
+            raise Unauthorised(f"{key[:16]} is a weak key that anybody can sign for: make another")
+        if not (_TIME.fullmatch(moment) and _NONCE.fullmatch(nonce)):
+            raise Unauthorised(f"{TIME} must be seconds since the epoch, {NONCE} 32 hex characters")
+        if abs(now - int(moment)) > CLOCK_SKEW_S:
+            way = "behind" if now > int(moment) else "ahead of"
+            raise Unauthorised(
+                f"the caller's clock is {abs(now - int(moment)):.0f} s {way} ours, "
+                f"{CLOCK_SKEW_S:.0f} s are allowed: set the clock"
+            )
+        message = _message(self._run, method, path, body_digest, moment, nonce)
+        if not signature_is_valid(key, message, signature):
+            raise Unauthorised(f"the signature of {key[:16]} does not match this request")
+        while self._order and self._order[0][0] < now:  # these have expired
+            self._seen.remove(heapq.heappop(self._order)[1])
+        if (key, nonce) in self._seen:
+            raise Unauthorised("this request was made before; sign each attempt anew")
+        admit(key)
+        self._seen.add((key, nonce))
+        heapq.heappush(self._order, (int(moment) + CLOCK_SKEW_S, (key, nonce)))
+        return SignedRequest(key, body_digest)
+
+
+def _message(run: str, method: str, path: str, body_digest: str, moment: str, nonce: str) -> bytes:
+    return hash_parts("runspec/v1 request", run, method, path, body_digest, moment, nonce)
+
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ROLES_REFRESH_S = 300.0
 
 MAX_ANSWER_BYTES = 64 * 1024
 _TIMEOUT_S = 30.0
@@ -58,20 +185,46 @@ class CoordinatorHttp:
         run: name of the run.
         deadline_s: seconds for which a call retries while the coordinator cannot be reached,
             answers 429 or 5xx, or does not complete its answer; then it raises UserError.
+        root_public_key: the pinned root key (hex), by which roles.json is checked.
 
     Raises:
         UserError: the URL is not one of a server.
     """
 
-    def __init__(self, url: str, key: SigningKey, *, run: str, deadline_s: float) -> None:
-        self.url = url.rstrip("/")
-        self._key, self._run, self._deadline_s = key, run, deadline_s
+    def __init__(
+        self, url: str, key: SigningKey, *, run: str, deadline_s: float, root_public_key: str = ""
+    ) -> None:
+        self.url, self._deadline_s = url.rstrip("/"), deadline_s
+        self._key, self._run, self._root_public_key = key, run, root_public_key
+        self._roles: tuple[float, Roles] | None = None
+        """When roles.json was read, and its contents."""
         if not is_server_url(self.url):
             raise UserError(
                 f"{url[:200]!r} is no address of a coordinator",
                 place="coordinator",
                 remedy="write for example http://127.0.0.1:8000",
             )
+
+    def roles_document(self) -> bytes:
+        """Return the run's roles.json, checked against the root key."""
+        data = self.call("GET", "/v1/roles", max_bytes=MAX_ROLES_BYTES).content
+        roles = self.opened(data, open_roles, root_public_key=self._root_public_key, run=self._run)
+        self._roles = time.monotonic(), roles
+        return data
+
+    def roles(self) -> Roles:
+        """Return the run's roles, read again every few minutes."""
+        if self._roles is None or time.monotonic() - self._roles[0] > ROLES_REFRESH_S:
+            self.roles_document()
+        assert self._roles is not None
+        return self._roles[1]
+
+    def opened(self, data: bytes, read: Callable[..., T], **expected: Any) -> T:
+        """Return what `read` makes of an answer; raise its errors as a `UserError`."""
+        try:
+            return read(data, **expected)
+        except (MalformedJson, KeyError, BadSignature) as error:
+            raise self.not_believed(error) from error
 
     def call(
         self,

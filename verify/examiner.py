@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,15 +14,14 @@ from runspec.core.errors import UserError, one_line
 from runspec.core.spec.schema import RunSpec
 from verify.checks import DUPLICATE_CHECKS, GRADE_CHECKS, ROW_CHECKS, prefill_checks
 from verify.checks.base import Examination, Subject, examine
-from verify.checks.duplicates import fingerprints
 from verify.checks.prefill import logprob_diff, several_versions
-from verify.checks.rows import Rejected, open_rows
+from verify.checks.rows import Rejected, fingerprints, open_rows
 from verify.formats.lease import Lease, assignments
 from verify.formats.submission import Rollout, max_submission_bytes
 from verify.formats.verdict import MAX_FAULT, RolloutVerdict
 from verify.plugins import Graded, PrefillEngine, TaskSet
-from verify.pool_limits import limits_by_pool
-from verify.recompute import PrefillRequest, Recomputed, grade, prefill_request, recompute
+from verify.profile import limits_by_pool
+from verify.recompute import Recomputed, grade, prefill_request, recompute
 from verify.truncation import Truncation
 from verify.watchdog import Stages
 
@@ -143,7 +142,7 @@ class Examiner:
         for case in self._after_prefill(cases):
             submission = case.subject.submission
             with self._stages.of("duplicates", submission):
-                verdicts[submission] = _verdict(_against_each_other(case))
+                verdicts[submission] = _verdict(case)
         return [verdicts[file.submission] for file in files]
 
     def _before_prefill(self, file: SubmissionFile) -> _Case:
@@ -195,13 +194,14 @@ class Examiner:
     def _after_prefill(self, cases: list[_Case]) -> list[_Case]:
         """Recompute the submissions that passed so far and were drawn, a version at a time."""
         done = []
-        together: dict[_Prefill, list[_Case]] = defaultdict(list)
+        together: dict[tuple[int, str, str], list[_Case]] = defaultdict(list)
         for case in cases:
+            lease = case.subject.lease
             if not case.examination.reason and self._wants_prefill(case.subject.submission):
-                together[_prefill_of(case.subject)].append(case)
+                together[lease.version, lease.manifest_digest, lease.pool].append(case)
             else:
                 done.append(case)
-        for prefill, alike in together.items():
+        for (version, digest, name), alike in together.items():
             requests = [
                 prefill_request(
                     row,
@@ -213,46 +213,29 @@ class Examiner:
                 for row in c.subject.rollouts
                 if row.is_of_its_version
             ]
-            found = iter(self._recompute(prefill, requests, alike) if requests else [])
+            found: Iterator[Recomputed] = iter(())
+            if requests:
+                # Outside all stages, because late weights are no fault of a submission.
+                ensure_weights(self._engine, version, digest)
+                sampling, tau = self._pools[name].sampling, self._limits[name].gap
+                # tau is how far two values may differ relative to each other, in choice and cut.
+                rule = Truncation(sampling.top_p, sampling.top_k, margin=tau)
+                with self._stages.of("prefill", *(c.subject.submission for c in alike)):
+                    found = iter(
+                        recompute(
+                            self._engine,
+                            version,
+                            requests,
+                            temperature=sampling.temperature,
+                            truncation=rule if rule.cuts else None,
+                        )
+                    )
             for case in alike:
                 rows = case.subject.rollouts
                 recomputed = [next(found) if row.is_of_its_version else None for row in rows]
                 with self._stages.of("prefill checks", case.subject.submission):
                     done.append(_against_prefill(case, recomputed))
         return done
-
-    def _recompute(
-        self, prefill: _Prefill, requests: list[PrefillRequest], alike: Sequence[_Case]
-    ) -> list[Recomputed]:
-        # Outside all stages, because late weights are no fault of a submission.
-        ensure_weights(self._engine, prefill.version, prefill.manifest_digest)
-        with self._stages.of("prefill", *(c.subject.submission for c in alike)):
-            return recompute(
-                self._engine,
-                prefill.version,
-                requests,
-                temperature=prefill.temperature,
-                truncation=prefill.truncation,
-            )
-
-
-@dataclass(frozen=True)
-class _Prefill:
-    """Properties that submissions must share to be recomputed together."""
-
-    version: int
-    manifest_digest: str
-    temperature: float
-    truncation: Truncation | None
-
-
-def _prefill_of(subject: Subject) -> _Prefill:
-    lease, sampling = subject.lease, subject.pool.sampling
-    # tau is how far two values may differ relative to each other, in a choice and in a cut.
-    rule = Truncation(sampling.top_p, sampling.top_k, margin=subject.limits.gap)
-    return _Prefill(
-        lease.version, lease.manifest_digest, sampling.temperature, rule if rule.cuts else None
-    )
 
 
 def _against_prefill(case: _Case, recomputed: list[Recomputed | None]) -> _Case:
@@ -267,24 +250,18 @@ def _against_prefill(case: _Case, recomputed: list[Recomputed | None]) -> _Case:
     return replace(case, subject=subject, examination=found)
 
 
-def _against_each_other(case: _Case) -> _Case:
-    """Compare the rows' fingerprints, which use the recomputed log-probs if there are any."""
-    if case.examination.reason:
-        return case
-    subject = case.subject
-    recomputed = subject.recomputed or [None] * len(subject.rollouts)
-    prints = [
-        fingerprints(row.output_tokens, row.logprobs if found is None else found.logprobs)
-        for row, found in zip(subject.rollouts, recomputed, strict=True)
-    ]
-    subject = replace(subject, fingerprints=prints)
-    found = examine(DUPLICATE_CHECKS, subject, case.examination)
-    return replace(case, subject=subject, examination=found)
-
-
 def _verdict(case: _Case) -> Verdict:
+    """Compare the rows' fingerprints, if nothing has failed so far, and give the verdict."""
     subject, found = case.subject, case.examination
-    rows = [_row_verdict(case, number, rollout) for number, rollout in enumerate(subject.rollouts)]
+    if not found.reason:
+        recomputed = subject.recomputed or [None] * len(subject.rollouts)
+        prints = [
+            fingerprints(row.output_tokens, row.logprobs if numbers is None else numbers.logprobs)
+            for row, numbers in zip(subject.rollouts, recomputed, strict=True)
+        ]
+        subject = replace(subject, fingerprints=prints)
+        found = examine(DUPLICATE_CHECKS, subject, found)
+    rows = [_row_verdict(subject, found, n, row) for n, row in enumerate(subject.rollouts)]
     return Verdict(
         *(subject.submission, subject.lease.step, not found.reason, found.reason),
         *(sorted(case.faults), rows),
@@ -292,8 +269,9 @@ def _verdict(case: _Case) -> Verdict:
     )
 
 
-def _row_verdict(case: _Case, number: int, rollout: Rollout) -> RolloutVerdict:
-    subject = case.subject
+def _row_verdict(
+    subject: Subject, examination: Examination, number: int, rollout: Rollout
+) -> RolloutVerdict:
     graded = (subject.grades[number] if subject.grades else None) or Graded(0.0, 0.0, 0.0)
     recomputed = subject.recomputed[number] if subject.recomputed else None
     noise, gaps = subject.limits.gap_noise, recomputed.seeded_gap if recomputed else None
@@ -308,7 +286,7 @@ def _row_verdict(case: _Case, number: int, rollout: Rollout) -> RolloutVerdict:
         target=rollout.target,
         logprobs=None if recomputed is None else np.asarray(recomputed.logprobs, np.float32),
         logprob_diff=None if recomputed is None else logprob_diff(rollout, recomputed),
-        checks=case.examination.results[number],
+        checks=examination.results[number],
         fingerprints=subject.fingerprints[number] if subject.fingerprints else [],
         gap_excess=None if noise is None or gaps is None else noise.excess(gaps),
         answered=graded.answered,

@@ -7,18 +7,15 @@ Threads may share a client.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.hashing import is_digest
 from runspec.core.http_client import Answer
 from runspec.core.keys import SigningKey
-from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
-from runspec.core.roles import open_roles
 from runspec.core.signed import BadSignature
 from verify.coordinator_http import MAX_ANSWER_BYTES, CoordinatorHttp, SubmissionRefused
 from verify.formats.batch import MAX_BYTES as MAX_BATCH_BYTES
@@ -34,8 +31,6 @@ from verify.formats.islands import (
 )
 from verify.formats.verdict import MAX_BYTES as MAX_FILE_BYTES
 from verify.timeouts import COORDINATOR_S
-
-_ROLES_REFRESH_S = 300.0
 
 
 class IslandRefused(UserError):
@@ -85,20 +80,14 @@ class IslandClient:
         root_public_key: str,
         deadline_s: float = COORDINATOR_S,
     ) -> None:
-        self._run, self._key, self._root_public_key = run, key, root_public_key
-        self._http = CoordinatorHttp(url, key, run=run, deadline_s=deadline_s)
-        self._coordinators: tuple[float, frozenset[str]] | None = None
-        """When roles.json was read, and the coordinators that it names."""
+        self._run, self._key = run, key
+        self._http = CoordinatorHttp(
+            url, key, run=run, root_public_key=root_public_key, deadline_s=deadline_s
+        )
 
     def roles(self) -> bytes:
         """Return the run's roles.json, checked against the root key."""
-        data = self._http.call("GET", "/v1/roles", max_bytes=MAX_ROLES_BYTES).content
-        try:
-            roles = open_roles(data, root_public_key=self._root_public_key, run=self._run)
-        except BadSignature as error:
-            raise self._http.not_believed(error) from error
-        self._coordinators = time.monotonic(), roles.coordinator
-        return data
+        return self._http.roles_document()
 
     def announce(self, url: str, version: int, digest: str) -> None:
         """Say that this island's store has the outer state of a version, for islands that join."""
@@ -109,10 +98,7 @@ class IslandClient:
         """Return the newest outer state of each island that announced one, and how far the run
         is."""
         answer = self._get("/v1/islands/outer", 0.0, max_bytes=MAX_RECORD_BYTES)
-        try:
-            return read_outer_states(answer.content)
-        except BadSignature as error:
-            raise self._http.not_believed(error) from error
+        return self._http.opened(answer.content, read_outer_states)
 
     def offer(self, offer: ShareOffered) -> bool:
         """Sign an offer and send it; the same offer again changes nothing.
@@ -139,13 +125,10 @@ class IslandClient:
         """
         answer = self._get(f"/v1/islands/records/{step}", wait_s, max_bytes=MAX_RECORD_BYTES)
         data = answer.content
-        try:
-            if answer.status == HTTPStatus.ACCEPTED:
-                return _waiting(data)
-            keys = self._coordinator_keys()
-            record = open_commit(data, coordinators=keys, run=self._run, step=step)
-        except (BadSignature, MalformedJson) as error:
-            raise self._http.not_believed(error) from error
+        if answer.status == HTTPStatus.ACCEPTED:
+            return self._http.opened(data, _waiting)
+        keys = self._http.roles().coordinator
+        record = self._http.opened(data, open_commit, coordinators=keys, run=self._run, step=step)
         return Committed(record, record_digest(data))
 
     def lost(self, step: int, island: str) -> bool:
@@ -185,19 +168,14 @@ class IslandClient:
             if not isinstance(newest, Committed) or newest.digest != record:
                 return None
             raise _refused(error) from error
-        try:
-            final = parse_object(answer.content, max_bytes=MAX_ANSWER_BYTES).get("final")
-        except MalformedJson as error:
-            raise self._http.not_believed(error) from error
-        return final is True
+        found = self._http.opened(answer.content, parse_object, max_bytes=MAX_ANSWER_BYTES)
+        return found.get("final") is True
 
     def result_of(self, step: int) -> str | None:
         """Return the digest that was reported for a step; None if none was."""
         answer = self._get(f"/v1/islands/results/{step}", 0.0, max_bytes=MAX_ANSWER_BYTES)
-        try:
-            digest = parse_object(answer.content, max_bytes=MAX_ANSWER_BYTES).get("digest")
-        except MalformedJson as error:
-            raise self._http.not_believed(error) from error
+        found = self._http.opened(answer.content, parse_object, max_bytes=MAX_ANSWER_BYTES)
+        digest: str | None = found.get("digest")
         if digest is not None and not is_digest(digest):
             raise self._http.not_believed(BadSignature("a result that is no digest"))
         return digest
@@ -226,15 +204,6 @@ class IslandClient:
     def _get(self, path: str, wait_s: float, *, max_bytes: int) -> Answer:
         query = f"?wait={wait_s:g}" if wait_s else ""
         return self._http.call("GET", path + query, wait_s=wait_s, max_bytes=max_bytes)
-
-    def _coordinator_keys(self) -> frozenset[str]:
-        """Return the keys that may sign records, read again every few minutes."""
-        known = self._coordinators
-        if known is None or time.monotonic() - known[0] > _ROLES_REFRESH_S:
-            self.roles()
-            known = self._coordinators
-        assert known is not None
-        return known[1]
 
 
 def _waiting(data: bytes) -> Waiting:

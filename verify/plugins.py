@@ -29,8 +29,7 @@ from runspec.core.errors import UserError
 from runspec.core.process import not_retried
 from runspec.core.spec.plugins import PREFILL_GROUP
 from runspec.core.spec.schema import RunSpec
-from verify.choices import Choices
-from verify.truncation import Truncation
+from verify.truncation import Choices, Truncation
 
 TASK_GROUP = "runspec.tasks"
 WARM_START_GROUP = "runspec.warm_start"
@@ -199,7 +198,7 @@ class PrefillOutput:
     """f32 [n]: max_v(logits_v / T + noise_v) minus the value at the output token; 0 if that is the
     maximum."""
     choices: Choices | None = None
-    """Numbers of the distributions of unseeded tokens (`verify.choices.describe`)."""
+    """Numbers of the distributions of unseeded tokens (`verify.truncation.describe`)."""
 
 
 @dataclass(frozen=True)

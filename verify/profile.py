@@ -1,27 +1,32 @@
 """A profile: the limits measured for one pair of sampler and validator, signed by the root key.
 
 A profile is untrusted input: its size is limited, its form is exact, the root must have signed it,
-and it must not have expired. It must name the limits that are looser than the published ones.
+and it must not have expired. It must name the limits that are looser than the published ones. The
+limits of a pool are those of the spec, of a profile, or the published ones.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
-from runspec.core.signed import CLOCK_SKEW_S, BadSignature, sign_document
+from runspec.core.roles import check_times
+from runspec.core.signed import BadSignature, open_payload, sign_document
 from runspec.core.spec.resolved import MAX_PROFILE_BYTES
 from runspec.core.spec.schema import FloatType, RunSpec, SamplerPool
-from verify.formats.payload import open_payload
 from verify.thresholds import ChunkLimits, GapNoise, Limits, Precision, limits_for, precision_of
 
 KIND = "calibration"
 FORMULA: Literal["exponential-tail/2"] = "exponential-tail/2"
-"""Name of the formula from measurements to limits (`verify.calibration.tails`, `.derive`)."""
+"""Name of the formula from measurements to limits (`verify.calibration.derive`)."""
 MAX_SHORT = 8
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -116,14 +121,6 @@ class ShortTable(_Part):
     mantissa_median: NonNegative
 
 
-class GapTable(_Part):
-    """See `verify.thresholds.GapNoise`."""
-
-    cap: Annotated[float, Field(gt=0.0)]
-    mean: Annotated[float, Field(gt=0.0)]
-    probability: Annotated[float, Field(gt=0.0, lt=1.0)]
-
-
 class LimitTable(_Part):
     """See `verify.thresholds.Limits`. `constant_ratio` is the published one, because it depends on
     forgers and not on rounding."""
@@ -138,7 +135,7 @@ class LimitTable(_Part):
     miss_share: Share
     mantissa_mean: NonNegative
     mantissa_median: NonNegative
-    gap_noise: GapTable | None
+    gap_noise: GapNoise | None
     """Null if the pool does not sample with a seed."""
     short: Annotated[list[ShortTable], Field(max_length=MAX_SHORT)]
 
@@ -166,7 +163,6 @@ class Profile(_Part):
         """Return the limits, with the published `constant_ratio`."""
         published = limits_for(self.sampler.precision, self.validator.precision)
         table = self.limits.model_dump(exclude={"short", "gap_noise"})
-        gaps = self.limits.gap_noise
         short = tuple(
             ChunkLimits(**({"mantissa_mean": math.inf} | row.model_dump(exclude_none=True)))
             for row in self.limits.short
@@ -174,7 +170,7 @@ class Profile(_Part):
         return Limits(
             **table,
             constant_ratio=published.constant_ratio,
-            gap_noise=None if gaps is None else GapNoise(**gaps.model_dump()),
+            gap_noise=self.limits.gap_noise,
             short=short,
         )
 
@@ -220,18 +216,10 @@ def open_profile(
     codec = TypeAdapter(Profile)
     profile, _ = open_payload(codec, data, kind=KIND, keys=keys, max_bytes=MAX_PROFILE_BYTES)
     if dated:
-        _require_valid(profile, time.time() if now is None else now)
+        check_times(KIND, profile.issued, profile.expires, time.time() if now is None else now)
     if problem := _inconsistent(profile):
         raise BadSignature(f"{KIND}: {problem}")
     return profile
-
-
-def _require_valid(profile: Profile, now: float) -> None:
-    if now > profile.expires + CLOCK_SKEW_S:
-        days = (now - profile.expires) / 86400.0
-        raise BadSignature(f"{KIND}: expired {days:.1f} days ago")
-    if profile.issued > now + CLOCK_SKEW_S:
-        raise BadSignature(f"{KIND}: issued {profile.issued - now:.0f} s in the future")
 
 
 _OF_THEIR_OWN = ("short", "gap_noise")
@@ -265,3 +253,126 @@ def _inconsistent(profile: Profile) -> str:
     if hidden:
         return f"{min(hidden)} is looser than the published limit, and `looser` does not name it"
     return ""
+
+
+_OF_GAPS = ("gap", "gap_share", "gap_max", "gap_mean", "gap_noise")
+"""Limits of gaps. A pool without a seed has no gaps, and the published limits apply there; the rest
+of a seeded pool's profile holds for its log-probs and proofs."""
+
+
+def profiles_of(spec: RunSpec, *, dated: bool = True) -> dict[str, Profile]:
+    """Return the profiles of a resolved spec by name, each checked against its root key.
+
+    Args:
+        spec: the resolved spec.
+        dated: whether the profiles must be valid now.
+
+    Raises:
+        UserError: a profile is not valid, or the spec pins no root key.
+    """
+    root = spec.identity.root_public_key
+    found: dict[str, Profile] = {}
+    for item in spec.verify.profiles:
+        place = f"verify.profiles.{item.name}"
+        if root is None or item.document is None:
+            lacking = "identity.root_public_key" if root is None else "its contents"
+            raise UserError(
+                f"a profile, and the resolved spec lacks {lacking}",
+                place=place,
+                remedy="pin the root key that signed it, and apply the spec again",
+            )
+        try:
+            document = item.document.encode("utf-8", "replace")
+            found[item.name] = open_profile(document, root_public_key=root, dated=dated)
+        except BadSignature as error:
+            raise UserError(
+                f"cannot be verified: {error}",
+                place=place,
+                remedy="calibrate again, and sign with the run's root key",
+            ) from error
+    return found
+
+
+def limits_by_pool(spec: RunSpec, *, dated: bool = True) -> dict[str, Limits]:
+    """Return the limits of each pool; arguments and errors are those of `profiles_of`."""
+    return {pool: limits for pool, (limits, _) in _chosen(spec, dated=dated).items()}
+
+
+def sources_by_pool(spec: RunSpec) -> dict[str, str]:
+    """Return the source of each pool's limits, for people.
+
+    Raises:
+        UserError: see `profiles_of`.
+    """
+    return {pool: source for pool, (_, source) in _chosen(spec, dated=True).items()}
+
+
+def _chosen(spec: RunSpec, *, dated: bool) -> dict[str, tuple[Limits, str]]:
+    """Return the limits of each pool, and where they come from."""
+    profiles, found = profiles_of(spec, dated=dated), {}
+    for pool in spec.samplers:
+        precision = precision_of(pool)
+        limits = limits_for(precision, spec.learner.compute_dtype, spec.verify.thresholds)
+        source = "the published ones"
+        covering = (n for n, each in profiles.items() if not each.differences(spec, pool))
+        if any(given.name == precision for given in spec.verify.thresholds):
+            source = f"verify.thresholds.{precision}"
+        elif (name := next(covering, None)) is not None:
+            profile, published = profiles[name], limits
+            limits = profile.as_limits()
+            if not pool.sampling.seeded:
+                limits = replace(limits, **{each: getattr(published, each) for each in _OF_GAPS})
+            until = datetime.fromtimestamp(profile.expires, UTC).date()
+            looser = ", ".join(profile.looser)
+            more = f", looser than published in {looser}" if looser else ""
+            source = f"verify.profiles.{name}, until {until}{more}"
+        found[pool.name] = limits, source
+    return found
+
+
+def gap_noise_by_pool(spec: RunSpec) -> dict[str, GapNoise]:
+    """Return the noise of gaps of each calibrated pool with seeded sampling.
+
+    Expired profiles count too: the validators, which use all limits, check the dates.
+
+    Raises:
+        UserError: see `profiles_of`.
+    """
+    limits = limits_by_pool(spec, dated=False)
+    return {pool: each.gap_noise for pool, each in limits.items() if each.gap_noise}
+
+
+def require_profiles(spec: RunSpec, *, root_public_key: str) -> None:
+    """Require that the root key that this process pins has signed the spec's profiles.
+
+    Raises:
+        UserError: another root has, or a profile is not valid.
+    """
+    pinned = spec.identity.root_public_key
+    if spec.verify.profiles and pinned != root_public_key:
+        raise UserError(
+            f"profiles are signed by root {str(pinned)[:16]}, and {root_public_key[:16]} is pinned",
+            place="verify.profiles",
+            remedy="start with the root key of the spec, or calibrate under this one",
+        )
+    profiles_of(spec)
+
+
+def require_model(spec: RunSpec, config: Mapping[str, object]) -> None:
+    """Require that the profiles were measured on a model of the same size.
+
+    Args:
+        spec: the resolved spec.
+        config: config.json of a policy version.
+
+    Raises:
+        UserError: a profile was measured on another size.
+    """
+    for name, profile in profiles_of(spec).items():
+        for what, measured in profile.model.model_dump().items():
+            if config.get(what) != measured:
+                raise UserError(
+                    f"measured on a model with {what} {measured}; this one has {config.get(what)}",
+                    place=f"verify.profiles.{name}",
+                    remedy="calibrate with the run's model",
+                )

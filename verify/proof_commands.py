@@ -27,8 +27,16 @@ from verify.commands import run_once, say
 from verify.formats.verdict import CheckResult
 from verify.profile import open_profile
 from verify.thresholds import BFLOAT16, FLOAT32, Limits
-from verify.toploc.codec import MalformedProof, build_proofs, parse_proof
-from verify.toploc.selection import CHUNK_ROWS, INFINITY, MAGNITUDE, TOP_K, round_to_bf16
+from verify.toploc.codec import (
+    CHUNK_ROWS,
+    INFINITY,
+    MAGNITUDE,
+    TOP_K,
+    MalformedProof,
+    build_proofs,
+    parse_proof,
+    round_to_bf16,
+)
 from verify.toploc.statistics import ChunkStatistics, verify_proofs
 
 MAX_TOKENS = 1 << 20

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from runspec.core.errors import UserError
-from verify.choices import Choices
 from verify.formats.lease import Assignment, Lease
 from verify.formats.submission import Rollout
 from verify.noise import noise_key
@@ -23,7 +22,7 @@ from verify.plugins import (
 )
 from verify.toploc.codec import MalformedProof
 from verify.toploc.statistics import ChunkStatistics, verify_proofs_batch
-from verify.truncation import Truncation
+from verify.truncation import Choices, Truncation
 
 PORTION_TOKENS = 1 << 16
 """Tokens whose hidden states are in memory at once (671 MB at a hidden size of 5120)."""

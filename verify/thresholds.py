@@ -6,7 +6,7 @@ was measured for a pool (`verify.calibration`) replaces them, and the spec's `ve
 replaces both.
 
 `GapNoise` limits how far rounding may move the seeded choice: a budget of gaps for each token,
-which falls with the number of tokens. The gap g_t of a token (`SeededSamplingCheck`) is 0 unless
+which falls with the number of tokens. The gap g_t of a token (`seeded_sampling`) is 0 unless
 rounding changed the choice. It counts up to a cap, x_t = min(g_t, cap). The one assumption is:
 given prompt and tokens before, honest x_t have means that are mu at most on average over the tokens
 of a submission. exp is convex, so for theta > 0, whatever the distribution is,
@@ -30,13 +30,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from runspec.core.spec.schema import FloatType, SamplerPool, Thresholds
 
 if TYPE_CHECKING:  # the state machine and commands need limits, and no arrays
     import numpy as np
-
+from pydantic import ConfigDict, Field
 
 SUBMISSIONS = 10_000
 """Submissions of one worker, among which a false alarm has the chance p."""
@@ -49,12 +49,14 @@ DRIFT = math.expm1(_U) / _U
 class GapNoise:
     """Calibrated noise of the gaps of an honest pool (`verify.calibration.derive`)."""
 
-    cap: float
-    """Largest part of one token's gap that counts, nats; above 0."""
-    mean: float
-    """mu: mean of honest gaps so counted, nats a token; above 0."""
-    probability: float
-    """p: chance of a false alarm, in (0, 1)."""
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    cap: Annotated[float, Field(gt=0.0)]
+    """Largest part of one token's gap that counts, nats."""
+    mean: Annotated[float, Field(gt=0.0)]
+    """mu: mean of honest gaps so counted, nats a token."""
+    probability: Annotated[float, Field(gt=0.0, lt=1.0)]
+    """p: chance of a false alarm."""
 
     def counted(self, gaps: np.ndarray) -> float:
         """Return sum_t min(g_t, cap) of f32 [n] gaps, nats."""

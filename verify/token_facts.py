@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from verify.choices import Choices, describe
 from verify.noise import exponential, gumbel, token_words
 from verify.plugins import PrefillInput, PrefillOutput
-from verify.truncation import Repeat, Truncation, judged, repeated
+from verify.truncation import Choices, Repeat, Truncation, describe, judged, repeated
 
 
 class TokenFacts(NamedTuple):
@@ -139,7 +138,7 @@ def token_facts(
     value.
 
     If top-k or top-p cut the distribution, both are those of `verify.truncation.judged`. For tokens
-    that are not seeded, `verify.choices.describe` computes the choices.
+    that are not seeded, `verify.truncation.describe` computes the choices.
 
     Args:
         xp: numpy, jax.numpy or torch.

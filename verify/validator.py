@@ -14,27 +14,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError, one_line
-from runspec.core.files import read_bounded
 from runspec.core.hashing import hash_parts
 from runspec.core.keys import SigningKey
 from runspec.core.metrics import counter, gauge, serve_metrics
+from runspec.core.models.config import read_config
 from runspec.core.process import not_retried
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
-from verify.client import CoordinatorClient, RunFinished, WorkItem
+from verify.client import CoordinatorClient, RunFinished, WorkItem, problem_files
 from verify.coordinator_http import ContentRefused
 from verify.examiner import (
     WEIGHTS_S,
@@ -54,8 +53,7 @@ from verify.plugins import (
     load_task_set,
     require_graders,
 )
-from verify.pool_limits import require_model, require_profiles
-from verify.problem_files import problem_files
+from verify.profile import require_model, require_profiles
 from verify.recompute import PrefillNotFinite
 from verify.watchdog import Stages, heartbeats, leaving
 
@@ -65,7 +63,6 @@ WAIT_S = 5.0
 """Seconds of one long poll, and so the longest time that an idle validator takes to end."""
 MAX_FAULTS = 3
 """Submissions in a row at which a check may break; then the validator counts as broken."""
-_MAX_CONFIG_BYTES = 1024 * 1024
 _MAX_FAULT = 300
 """Largest number of characters of a fault; it may repeat what a stranger sent."""
 _MAX_REASON = 1000
@@ -102,6 +99,8 @@ class Validator(Collector):
         self._task_set: TaskSet | None = None
         self._shares: dict[str, float] = {}
         """Chance that a submission is recomputed, by its digest."""
+        self._open: dict[str, None] = {}
+        """Claimed submissions without a verdict, in order."""
         self._faults_in_a_row = 0
         self._late_since: float | None = None
         """Time at which missing weights were first requested; None if none are missing."""
@@ -167,48 +166,54 @@ class Validator(Collector):
         return items
 
     def _check(self, items: list[WorkItem]) -> None:
+        """Give a verdict on each claimed submission, or give it back."""
         begun = time.monotonic()
         self._shares = {item.submission: item.share for item in items}
-        files = self._files(items)
-        examiner = self._examiner or self._prepare(files)
-        log = self._log
+        self._open = dict.fromkeys(self._shares)
         try:
-            verdicts = examiner.examine(files)
-        except Exception as error:
-            if _is_own_fault(error):
-                self._give_back([file.submission for file in files])
-                raise
-            log.exception("a check broke; %d submissions are examined one by one", len(files))
-            self._check_one_by_one(examiner, files)
-        else:
-            for file, verdict in zip(files, verdicts, strict=True):
-                self._answer(file, verdict)
+            files = [self._file(item) for item in items]
+            examiner = self._examiner or self._prepare(files)
+        except Exception:
+            self._give_back()
+            raise
+        self._judge(examiner, files)
         self.busy_s += time.monotonic() - begun
 
-    def _check_one_by_one(self, examiner: Examiner, files: Sequence[SubmissionFile]) -> None:
-        """Examine submissions apart, so that a file that breaks a check does not affect the others.
+    def _judge(self, examiner: Examiner, files: Sequence[SubmissionFile]) -> None:
+        """Examine submissions together; apart, if a check breaks at one of them.
 
         Raises:
             Exception: the error at the last of `MAX_FAULTS` submissions in a row.
         """
-        for number, file in enumerate(files):
-            try:
-                (verdict,) = examiner.examine([file])
-            except Exception as error:
-                if _is_own_fault(error):
-                    self._give_back([left.submission for left in files[number:]])
-                    raise
-                self._log.exception("a check breaks at submission %s alone", file.submission[:12])
-                self._failed(file, error)
-                if self._faults_in_a_row >= MAX_FAULTS:
-                    self._give_back([left.submission for left in files[number + 1 :]])
-                    raise
-            else:
+        try:
+            verdicts = examiner.examine(files)
+        except Exception as error:
+            if _is_own_fault(error):
+                self._give_back()
+                raise
+            if len(files) > 1:
+                self._log.exception("a check broke; %d submissions are examined apart", len(files))
+                for file in files:
+                    self._judge(examiner, [file])
+                return
+            self._log.exception("a check breaks at submission %s alone", files[0].submission[:12])
+            self._failed(files[0], error)
+            if self._faults_in_a_row >= MAX_FAULTS:
+                self._give_back()
+                raise
+        else:
+            for file, verdict in zip(files, verdicts, strict=True):
                 self._answer(file, verdict)
+
+    def _give_back(self) -> None:
+        """Give submissions without a verdict back to the coordinator, without a failed attempt."""
+        with suppress(UserError):  # the error that ends this process has been logged
+            self._coordinator.release_claims(list(self._open))
 
     def _failed(self, file: SubmissionFile, error: Exception) -> None:
         """Give a submission back with the error that it caused."""
         words = one_line(f"{type(error).__name__}: {error}", _MAX_FAULT)
+        self._open.pop(file.submission, None)
         self._coordinator.release_claims([file.submission], words)
         self._faults_in_a_row += 1
 
@@ -226,6 +231,7 @@ class Validator(Collector):
             self._log.exception("the verdict on %s is refused", verdict.submission[:12])
             self._failed(file, error)
             return
+        self._open.pop(file.submission, None)
         self._report(file, verdict)
         self._faults_in_a_row = 0
         self.checked += 1
@@ -247,60 +253,46 @@ class Validator(Collector):
         )
         self._coordinator.verdict(envelope, table)
 
-    def _give_back(self, submissions: Sequence[str]) -> None:
-        """Give submissions back to the coordinator without a failed attempt."""
-        with suppress(UserError):  # the error that ends this process has been logged
-            self._coordinator.release_claims(submissions)
+    def _file(self, item: WorkItem) -> SubmissionFile:
+        """Download a claimed submission.
 
-    def _files(self, items: Sequence[WorkItem]) -> list[SubmissionFile]:
-        """Download the claimed submissions.
-
-        A submission that cannot be downloaded stays claimed, so the attempt counts as failed. If no
+        One that cannot be downloaded stays claimed, so the attempt counts as failed. If no
         validator can download it, it is set aside.
         """
-        files = []
-        for number, item in enumerate(items):
-            try:
-                files.append(self._file(item))
-            except UserError:
-                self._give_back([i.submission for i in (*items[:number], *items[number + 1 :])])
-                raise
-        return files
-
-    def _file(self, item: WorkItem) -> SubmissionFile:
         try:
             lease = open_lease(item.lease, coordinators=self._coordinator.roles().coordinator)
-        except BadSignature as error:
+            table = self._coordinator.download(item.submission)
+        except (BadSignature, UserError) as error:
+            self._open.pop(item.submission, None)
+            if isinstance(error, UserError):
+                raise
             raise UserError(
                 f"submission {item.submission} has a bad lease: {error}",
                 place="coordinator",
                 remedy="check the coordinator's log; roles.json must name its key",
             ) from error
-        table = self._coordinator.download(item.submission)
         return SubmissionFile(
             item.submission, lease, lease_digest(item.lease), item.envelope, table
         )
 
     def _prepare(self, files: Sequence[SubmissionFile]) -> Examiner:
         """Load the task with the tokenizer of the first version; all versions have the same."""
-        try:
-            lease = files[0].lease
-            directory = ensure_weights(self._engine, lease.version, lease.manifest_digest)
-            with not_retried():
-                config = model_config(directory)
-                require_model(self._spec, config)
-                self._task_set = self._task_set_of(directory)
-                self._examiner = Examiner(
-                    self._spec,
-                    task_set=self._task_set,
-                    engine=self._engine,
-                    vocab_size=config["vocab_size"],
-                    wants_prefill=self._wants_prefill,
-                    stages=self.stages,
-                )
-        except Exception:
-            self._give_back([file.submission for file in files])
-            raise
+        lease = files[0].lease
+        directory = ensure_weights(self._engine, lease.version, lease.manifest_digest)
+        with not_retried():
+            config = read_config(directory)
+            if not isinstance(size := config.get("vocab_size"), int) or size < 1:
+                raise UserError(f"vocab_size is {size!r}", place=str(directory))
+            require_model(self._spec, config)
+            self._task_set = self._task_set_of(directory)
+            self._examiner = Examiner(
+                self._spec,
+                task_set=self._task_set,
+                engine=self._engine,
+                vocab_size=size,
+                wants_prefill=self._wants_prefill,
+                stages=self.stages,
+            )
         return self._examiner
 
     def _wants_prefill(self, submission: str) -> bool:
@@ -343,56 +335,23 @@ def is_drawn(key: SigningKey, submission: str, share: float) -> bool:
     return draw < share * 2.0**64
 
 
-def model_config(weights: Path) -> dict[str, Any]:
-    """Return the `config.json` of a weights directory.
-
-    Raises:
-        UserError: there is none, it is not a JSON object, or it has no `vocab_size`.
-    """
-    path = weights / "config.json"
-    try:
-        config = parse_object(read_bounded(path, _MAX_CONFIG_BYTES), max_bytes=_MAX_CONFIG_BYTES)
-    except (OSError, MalformedJson) as error:
-        raise UserError(f"cannot read the model's config: {error}", place=str(path)) from error
-    if not isinstance(size := config.get("vocab_size"), int) or size < 1:
-        raise UserError(f"vocab_size is {size!r}", place=str(path))
-    return config
-
-
-def run(
-    *,
-    run: str,
-    coordinator: str,
-    weights: Sequence[str],
-    public_key: str,
-    key_file: Path,
-    directory: Path,
-    stop: threading.Event,
-    log: logging.Logger,
-    metrics: str | None = None,
-) -> None:
+def run(options: Namespace, stop: threading.Event, log: logging.Logger) -> None:
     """Run `python -m verify validator` until the run is finished or `stop` is set.
 
     Args:
-        run: name of the run.
-        coordinator: URL of the coordinator.
-        weights: URLs of origin or relays.
-        public_key: the pinned root key (hex).
-        key_file: the validator's private key.
-        directory: folder in which weights and problem files are cached.
+        options: of the command line.
         stop: event that ends the process, within a grace period if the work takes long.
         log: receives messages for people.
-        metrics: where the figures are served, see `serve_metrics`.
     """
-    key = SigningKey.load(key_file)
-    client = CoordinatorClient(coordinator, key, run=run, root_public_key=public_key)
+    key, name, root = SigningKey.load(options.key), options.run, options.public_key
+    client = CoordinatorClient(options.coordinator, key, run=name, root_public_key=root)
     with leaving(stop, client, log):
         spec = client.spec()
         require_graders(spec)
         with not_retried():
-            require_profiles(spec, root_public_key=public_key)
-        data = problem_files(client, spec, directory / "data", log)
-        location = WeightsLocation(run, weights, public_key, directory / "weights")
+            require_profiles(spec, root_public_key=root)
+        data = problem_files(client, spec, options.dir / "data", log)
+        location = WeightsLocation(name, options.weights, root, options.dir / "weights")
         with closing(load_prefill_engine(spec, location)) as engine:
             validator = Validator(
                 *(spec, key, client, engine),
@@ -400,7 +359,7 @@ def run(
                 log=log,
             )
             who = key.public_hex[:12]
-            serve_metrics(metrics, validator, log)
-            log.info("validator %s serves run %s, engine %s", who, run, spec.verify.engine)
+            serve_metrics(options.metrics, validator, log)
+            log.info("validator %s serves run %s, engine %s", who, name, spec.verify.engine)
             with closing(validator), heartbeats(client, validator, log):
                 validator.serve(stop)

@@ -17,10 +17,11 @@ import numpy as np
 from benchmarks.accelerator.rollouts import GROUP_SIZE, Rollouts
 from benchmarks.accelerator.rows import Row, Settings, at_most, serve
 from benchmarks.one_version import OneVersion
+from benchmarks.perturbed import Rejections
 from runspec.core.models.family import load_config
 from runspec.core.models.flops import matrix_parameters
 from runspec.core.spec import schema
-from verify.calibration.measure import PAIR, Measurements, Rejections
+from verify.calibration.measure import PAIR, Measurements
 from verify.formats.submission import Rollout
 from verify.plugins import PrefillInput, PrefillOutput
 from verify.recompute import PrefillRequest, recompute

@@ -16,13 +16,18 @@ import numpy as np
 from scipy.stats import beta
 
 from verify.checks.base import Subject
-from verify.checks.prefill import ProofCheck, RolloutLogprobCheck, SeededSamplingCheck
-from verify.checks.rows import TERMINATION
+from verify.checks.prefill import logprobs, seeded_sampling, toploc
+from verify.checks.rows import termination
 from verify.thresholds import DRIFT, GapNoise, Limits
 
-ROW_CHECKS = (TERMINATION, RolloutLogprobCheck(), SeededSamplingCheck(), ProofCheck())
+ROW_CHECKS = {
+    "termination": termination,
+    "logprobs": logprobs,
+    "seeded_sampling": seeded_sampling,
+    "toploc": toploc,
+}
 SUBMISSION_CHECKS = ("logprobs_submission", "seeded_sampling_submission")
-CHECKS = (*(check.name for check in ROW_CHECKS), *SUBMISSION_CHECKS)
+CHECKS = (*ROW_CHECKS, *SUBMISSION_CHECKS)
 CONFIDENCE = 0.95
 _AT_ONCE = 500
 _OF_A_WORKER = 32
@@ -57,7 +62,7 @@ class Rows:
 def rows_of(subject: Subject) -> Rows:
     """Of a submission that holds all rollouts of a class."""
     pairs = subject.prefilled
-    failed = [[not result.passed for result in check.run(subject)] for check in ROW_CHECKS]
+    failed = [[not result.passed for result in check(subject)] for check in ROW_CHECKS.values()]
     gaps = [np.asarray(found.seeded_gap, np.float64) for _, found in pairs]
     noise = subject.limits.gap_noise
     return Rows(

@@ -8,9 +8,19 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from verify.toploc.codec import Proof, build_proofs_batch
-from verify.toploc.field import PRIME, canonical, interpolate
-from verify.toploc.selection import CHUNK_ROWS, MAGNITUDE, TOP_K, Selection, blocks, select
+from verify.toploc.codec import (
+    CHUNK_ROWS,
+    MAGNITUDE,
+    PRIME,
+    TOP_K,
+    Proof,
+    Selection,
+    blocks,
+    build_proofs_batch,
+    canonical,
+    interpolate,
+    select,
+)
 
 _NEGATIVE = 0x8000
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)

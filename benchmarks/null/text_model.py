@@ -30,7 +30,7 @@ from runspec.core.models.config import ModelConfig
 from runspec.core.models.decoder import hf_config
 from runspec.core.models.family import parse_config
 from runspec.core.spec.schema import Optimizer
-from verify.toploc.selection import CHUNK_ROWS
+from verify.toploc.codec import CHUNK_ROWS
 
 SEQUENCE = 256
 PROMPT = CHUNK_ROWS  # tokens of a sequence that are no output

@@ -10,18 +10,18 @@ import numpy as np
 
 from benchmarks.unseeded.models import VOCAB
 from benchmarks.unseeded.rollouts import Row
-from verify.checks.distribution import (
-    CHOSEN_TOKENS,
-    CHOSEN_TOKENS_SUBMISSION,
-    ENDS,
-    ENDS_SUBMISSION,
-    KeptTokensCheck,
+from verify.checks.prefill import (
+    END_NAMES,
+    NAMES,
+    all_evidence,
+    each_evidence,
     end_sums,
     evidence,
+    judge_outside,
     log_ratios,
     sums,
 )
-from verify.checks.duplicates import fingerprints
+from verify.checks.rows import fingerprints
 from verify.formats.verdict import CheckResult
 from verify.thresholds import Limits
 
@@ -49,11 +49,11 @@ def failed(rows: Sequence[Summary], limits: Limits) -> list[str]:
     """The checks that reject a submission."""
     chosen, ends = [row.sums for row in rows], [row.ends for row in rows]
     results: list[CheckResult] = [
-        *KeptTokensCheck().judged([row.outside for row in rows], limits),
-        *ENDS_SUBMISSION.judged(ends),
-        *ENDS.judged(ends),
-        *CHOSEN_TOKENS_SUBMISSION.judged(chosen),
-        *CHOSEN_TOKENS.judged(chosen),
+        *(judge_outside(row.outside, limits) for row in rows),
+        *all_evidence("ends_submission", END_NAMES, ends),
+        *each_evidence("ends", END_NAMES, ends),
+        *all_evidence("chosen_tokens_submission", NAMES, chosen),
+        *each_evidence("chosen_tokens", NAMES, chosen),
     ]
     return sorted({result.name for result in results if not result.passed})
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.unseeded.models import END, LONGEST, PROMPT, VOCAB, Model
-from verify.choices import Choices, describe
-from verify.truncation import Truncation, thresholds
+from verify.truncation import Choices, Truncation, describe, thresholds
 
 TEMPERATURE = 0.8
 BATCH = 256

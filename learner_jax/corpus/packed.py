@@ -27,9 +27,8 @@ from runspec.core.errors import UserError
 from runspec.core.files import locked, new_directory, open_folder_lock, remove_leftovers
 from runspec.core.hashing import digest_bytes
 from runspec.core.models.family import load_config
-from runspec.core.spec.documents import is_generated
 from runspec.core.spec.schema import RunSpec, Source
-from runspec.core.spec.source_files import file_digest, source_files
+from runspec.core.spec.source_files import file_digest, is_generated, source_files
 
 
 @dataclass(frozen=True)

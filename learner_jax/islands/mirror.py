@@ -37,8 +37,7 @@ from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 from verify.formats.batch import MAX_BYTES as MAX_BATCH_BYTES
-from verify.formats.batch import BatchGroup, open_batch
-from verify.formats.ranges import open_ranges, rows_per_step
+from verify.formats.batch import BatchGroup, open_batch, open_ranges, rows_per_step
 from verify.formats.submission import largest_submission_bytes, open_submission
 from verify.formats.verdict import open_verdict
 

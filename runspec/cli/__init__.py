@@ -167,7 +167,7 @@ def schema(
     """Prints the JSON Schema of the spec."""
     import json
 
-    from runspec.core.spec.json_schema import json_schema
+    from runspec.core.spec.field_docs import json_schema
 
     print(json.dumps(json_schema(draft), indent=2, ensure_ascii=False))
 

@@ -22,8 +22,8 @@ from runspec.core.files import expand_user, temporary_name
 from runspec.core.models.family import load_config
 from runspec.core.models.hardware import jax_device
 from runspec.core.models.spec_model import named_config
+from runspec.core.spec.field_docs import json_schema
 from runspec.core.spec.fields import NAME_WORDS, Name
-from runspec.core.spec.json_schema import json_schema
 from runspec.core.spec.yaml_text import yaml_scalar
 from runspec.lint.rules.data import opens_thinking, thinking_of
 from runspec.lint.tokenizer_files import TokenizerFiles

@@ -131,7 +131,7 @@ def show_limits(spec: RunSpec, console: Console) -> None:
         graded = _GRADED[thinking]
         console.print(f"\nOf each output {graded} is graded (data.thinking: {thinking})")
     if spec.verify.profiles or spec.verify.thresholds:
-        from verify.pool_limits import sources_by_pool
+        from verify.profile import sources_by_pool
 
         console.print("\nLimits that submissions are judged by:")
         for pool, source in sources_by_pool(spec).items():

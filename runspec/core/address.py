@@ -66,7 +66,7 @@ class JoinLink:
     root: str | None = None
     """The root's public key."""
     invite: str | None = None
-    """An invitation (`runspec.core.invite`), if the run requires one."""
+    """An invitation (`runspec.core.roles`), if the run requires one."""
 
     def __str__(self) -> str:
         if self.run is None or self.root is None:

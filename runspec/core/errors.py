@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 _MAX_TEXT = 200
 """Most characters of an exception's text."""
@@ -83,13 +82,13 @@ def describe_error(error: Exception, package: str | None = None) -> str:
             frame, the innermost frame of all.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
-    own = [each for each in frames if _package_of(each[0]) == package]
+    own = [
+        each
+        for each in frames
+        if str(each[0].f_globals.get("__name__", "")).partition(".")[0] == package
+    ]
     words = f"{type(error).__name__}: {one_line(str(error), _MAX_TEXT)}"
     if not frames:
         return words
     frame, line = (own or frames)[-1]
     return f"{words} at {'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{line}"
-
-
-def _package_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import tempfile
@@ -243,3 +244,26 @@ def read_object(path: Folder, max_bytes: int) -> dict[str, Any]:
         MalformedJson: it is not such an object, see `parse_object`.
     """
     return parse_object(read_bounded(path, max_bytes), max_bytes=max_bytes)
+
+
+def read_json(path: Path, max_bytes: int, what: str, *, remedy: str = "", place: str = "") -> Any:
+    """Read a JSON object that another program wrote, a dict.
+
+    Args:
+        path: the file.
+        max_bytes: its largest size.
+        what: its description in the error message.
+        remedy: remedy of the error message.
+        place: of the error message; the path if empty.
+
+    Raises:
+        UserError: it cannot be read, is larger, or is not a JSON object.
+    """
+    try:
+        found = json.loads(read_bounded(path, max_bytes))
+        if not isinstance(found, dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        where = place or str(path)
+        raise UserError(f"cannot read {what}: {error}", place=where, remedy=remedy) from error
+    return found

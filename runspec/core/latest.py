@@ -6,9 +6,19 @@ import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
-from runspec.core.hashing import is_digest
+from pydantic import TypeAdapter
+
 from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, check_times, open_document, sign_document
+from runspec.core.roles import check_times
+from runspec.core.signed import (
+    STRICT,
+    BadSignature,
+    Digest,
+    Natural,
+    Time,
+    open_payload,
+    sign_document,
+)
 
 KIND = "latest"
 MAX_BYTES = 4 * 1024
@@ -20,11 +30,16 @@ RESIGN_EVERY_S = 60.0
 class Latest:
     """The newest published version; times are seconds since the epoch."""
 
+    __pydantic_config__ = STRICT
+
     run: str
-    version: int
-    manifest_digest: str
-    issued: float
-    expires: float
+    version: Natural
+    manifest_digest: Digest
+    issued: Time
+    expires: Time
+
+
+_CODEC = TypeAdapter(Latest)
 
 
 def sign_latest(run: str, version: int, manifest_digest: str, key: SigningKey) -> bytes:
@@ -41,18 +56,8 @@ def open_latest(data: bytes, *, run: str, publishers: Collection[str]) -> Latest
         BadSignature: not signed by a publisher, of another run, expired, from the future, or
             malformed.
     """
-    payload = open_document(data, kind=KIND, keys=publishers, max_bytes=MAX_BYTES).payload
-    try:
-        latest = Latest(**payload)
-    except TypeError as error:
-        raise BadSignature(f"latest: {error}") from error
+    latest, _ = open_payload(_CODEC, data, kind=KIND, keys=publishers, max_bytes=MAX_BYTES)
     if latest.run != run:
-        raise BadSignature(f"latest: of run {str(latest.run)[:80]!r}, not {run!r}")
-    if (
-        type(latest.version) is not int
-        or latest.version < 0
-        or not is_digest(latest.manifest_digest)
-    ):
-        raise BadSignature("latest: version or manifest_digest is malformed")
+        raise BadSignature(f"latest: of run {latest.run[:80]!r}, not {run!r}")
     check_times(KIND, latest.issued, latest.expires, time.time())
     return latest

@@ -1,22 +1,40 @@
-"""roles.json: the keys of the roles and of the learner islands, signed by the root key."""
+"""roles.json and invitations: documents that say which keys may do what in a run.
+
+roles.json has the keys of the roles and of the learner islands, signed by the root key.
+
+A holder of an invite may register a limited number of keys for a limited time. An invite has its
+own key, which a document signed by the coordinator names. Its secret travels only in the join link
+of a volunteer. A worker signs its own public key with the secret, so that a reader of its request
+cannot use the invite again.
+
+    invite=<base64url of the document>.<secret, 64 hex characters>        in a join link
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
 
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
+from runspec.core.hashing import is_digest
 from runspec.core.keys import SigningKey, is_public_key
 from runspec.core.signed import (
+    CLOCK_SKEW_S,
+    STRICT,
     BadSignature,
-    check_times,
-    is_time,
+    PublicKey,
+    Time,
     open_document,
+    open_payload,
     sign_document,
 )
 
@@ -53,6 +71,22 @@ class Roles:
     def signers(self, who: Signers) -> frozenset[str]:
         """Return the keys that may sign the versions of a store."""
         return self.publisher if who == "publisher" else frozenset(self.islands.values())
+
+
+@dataclass(frozen=True)
+class _Payload:
+    """Payload of roles.json."""
+
+    __pydantic_config__ = STRICT
+
+    run: str
+    issued: Time
+    expires: Time
+    roles: dict[str, list[PublicKey]]
+    islands: dict[str, PublicKey] = field(default_factory=dict)
+
+
+_CODEC_OF_ROLES = TypeAdapter(_Payload)
 
 
 def sign_roles(
@@ -99,21 +133,26 @@ def open_roles(
         BadSignature: of another root or run, expired, from the future, or malformed.
     """
     keys = None if root_public_key is None else {root_public_key}
-    payload = open_document(data, kind=KIND, keys=keys, max_bytes=MAX_BYTES).payload
-    islands = payload.pop("islands", {})
-    if set(payload) != {"run", "issued", "expires", "roles"} or payload["run"] != run:
+    found, _ = open_payload(_CODEC_OF_ROLES, data, kind=KIND, keys=keys, max_bytes=MAX_BYTES)
+    if found.run != run:
         raise BadSignature(f"roles: not for run {run!r}")
-    issued, expires, roles = payload["issued"], payload["expires"], payload["roles"]
-    check_times(KIND, issued, expires, time.time() if now is None else now)
-    if not isinstance(roles, dict) or set(roles) - set(MAY_BE) != set(ROLE_NAMES):
+    check_times(KIND, found.issued, found.expires, time.time() if now is None else now)
+    if set(found.roles) - set(MAY_BE) != set(ROLE_NAMES):
         raise BadSignature("roles: must name exactly publisher, coordinator and validator")
-    for name, named in roles.items():
-        if not isinstance(named, list) or not all(is_public_key(key) for key in named):
-            raise BadSignature(f"roles: {name} must be a list of public keys")
-    if not isinstance(islands, dict) or not all(is_public_key(key) for key in islands.values()):
-        raise BadSignature("roles: islands must be public keys by name")
-    held = {name: frozenset(named) for name, named in roles.items()}
-    return Roles(run, float(issued), float(expires), **held, islands=islands)
+    held = {name: frozenset(named) for name, named in found.roles.items()}
+    return Roles(run, found.issued, found.expires, **held, islands=found.islands)
+
+
+def check_times(kind: str, issued: float, expires: float, now: float) -> None:
+    """Check when a document is valid, in seconds since the epoch, allowing for clock skew.
+
+    Raises:
+        BadSignature: the document is expired or from the future.
+    """
+    if now > expires + CLOCK_SKEW_S:
+        raise BadSignature(f"{kind}: expired {now - expires:.0f} s ago")
+    if issued > now + CLOCK_SKEW_S:
+        raise BadSignature(f"{kind}: issued {issued - now:.0f} s in the future")
 
 
 def issued_at(data: bytes) -> float:
@@ -122,10 +161,8 @@ def issued_at(data: bytes) -> float:
     Raises:
         BadSignature: it is no roles.json.
     """
-    issued = open_document(data, kind=KIND, keys=None, max_bytes=MAX_BYTES).payload.get("issued")
-    if not is_time(issued):
-        raise BadSignature("roles: issued must be a number, of seconds since the epoch")
-    return float(issued)
+    found, _ = open_payload(_CODEC_OF_ROLES, data, kind=KIND, keys=None, max_bytes=MAX_BYTES)
+    return found.issued
 
 
 def read_own_workers(keys: Path) -> dict[str, str]:
@@ -149,3 +186,120 @@ def read_own_workers(keys: Path) -> dict[str, str]:
             f"cannot be read: {error}", place=str(path), remedy="remove it, then apply again"
         ) from error
     return {name: key for name, key in own.items() if is_public_key(key)}
+
+
+INVITE_KIND, PROOF_KIND = "invite", "invited"
+MAX_INVITE_BYTES = 1024
+MAX_TEXT = 1500
+"""Characters of an invite in a link."""
+MAX_USES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Invite:
+    """Document that the coordinator's key signs."""
+
+    __pydantic_config__ = STRICT
+
+    run: str
+    key: PublicKey
+    """Public key of the invite, by which its uses are counted."""
+    pool: str | None
+    """Pool that it is for; None: any."""
+    uses: Annotated[int, Field(gt=0, le=MAX_USES)]
+    """Number of keys that may be registered with it."""
+    expires: Time
+
+
+_CODEC = TypeAdapter(Invite)
+
+
+def make_invite(
+    run: str, *, pool: str | None, uses: int, valid_s: float, coordinator: SigningKey
+) -> str:
+    """Return the text of a new invite.
+
+    Args:
+        run: name of the run.
+        pool: the only pool that it is for, if any.
+        uses: number of keys that may be registered with it.
+        valid_s: seconds until it expires.
+        coordinator: key of the run's coordinator.
+    """
+    secret = SigningKey.generate()
+    invite = Invite(run, secret.public_hex, pool, uses, time.time() + valid_s)
+    document = sign_document(INVITE_KIND, asdict(invite), coordinator)
+    return f"{base64.urlsafe_b64encode(document).decode()}.{secret.secret_hex}"
+
+
+def invite_key(text: str) -> str:
+    """Return the public key of an invite, by which it is revoked. Any signer is accepted.
+
+    Raises:
+        BadSignature: the text is not an invite.
+    """
+    key = open_document(
+        _document(text).encode(), kind=INVITE_KIND, keys=None, max_bytes=MAX_INVITE_BYTES
+    ).payload.get("key")
+    if not is_digest(key):
+        raise BadSignature("invite: its key is malformed")
+    return str(key)
+
+
+def use_invite(text: str, worker: str) -> dict[str, str]:
+    """Return the part of a registration that uses an invite: its document and a proof.
+
+    Args:
+        text: text of the invite.
+        worker: public key of the worker.
+
+    Raises:
+        BadSignature: the text is not an invite.
+    """
+    document, secret = _document(text), text.partition(".")[2]
+    if len(text) > MAX_TEXT or not is_digest(secret):
+        raise BadSignature("invite: no <document>.<secret>")
+    proof = sign_document(PROOF_KIND, {"worker": worker}, SigningKey.from_secret(secret))
+    return {"document": document, "proof": proof.decode()}
+
+
+def _document(text: str) -> str:
+    try:
+        return base64.b64decode(text.partition(".")[0], altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError) as error:
+        raise BadSignature(f"invite: not base64: {error}") from error
+
+
+def open_invite(
+    used: object, *, run: str, worker: str, coordinators: Collection[str], now: float
+) -> Invite:
+    """Check an invite that a worker sent; the caller counts its uses.
+
+    Args:
+        used: the result of `use_invite`.
+        run: name of the run.
+        worker: public key of the worker.
+        coordinators: keys that may invite.
+        now: seconds since the epoch.
+
+    Raises:
+        BadSignature: malformed, not signed, of another run, expired, or proof of another worker.
+    """
+    if not isinstance(used, dict) or set(used) != {"document", "proof"}:
+        raise BadSignature("invite: document and proof are needed")
+    document, proof = used["document"], used["proof"]
+    if not (isinstance(document, str) and isinstance(proof, str)):
+        raise BadSignature("invite: document and proof must be text")
+    invite, _ = open_payload(
+        _CODEC, document.encode(), kind=INVITE_KIND, keys=coordinators, max_bytes=MAX_INVITE_BYTES
+    )
+    if invite.run != run:
+        raise BadSignature(f"invite: of run {invite.run[:80]!r}, not {run!r}")
+    if now > invite.expires:
+        raise BadSignature(f"invite: expired {now - invite.expires:.0f} s ago")
+    shown = open_document(
+        proof.encode(), kind=PROOF_KIND, keys=frozenset({invite.key}), max_bytes=MAX_INVITE_BYTES
+    )
+    if shown.payload != {"worker": worker}:
+        raise BadSignature("invite: the proof is for another key")
+    return invite

@@ -7,12 +7,15 @@ valid as another kind.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
-from runspec.core.keys import SigningKey, signature_is_valid
+from runspec.core.hashing import is_digest
+from runspec.core.keys import SigningKey, is_public_key, signature_is_valid
 
 ALGORITHM = "ed25519"
 CLOCK_SKEW_S = 300.0
@@ -80,28 +83,54 @@ def open_document(
     return SignedDocument(kind, payload, key)
 
 
-def is_time(value: object) -> TypeGuard[float]:
-    """Return whether a payload's value can be a time in seconds since the epoch.
-
-    JSON's integers may have thousands of digits, which overflow a float.
-    """
-    return isinstance(value, int | float) and type(value) is not bool and 0 <= value < 2**53
+T = TypeVar("T")
 
 
-def check_times(kind: str, issued: object, expires: object, now: float) -> None:
-    """Check when a document is valid, in seconds since the epoch, allowing for clock skew.
+def _requires(holds: Callable[[str], bool], needed: str) -> AfterValidator:
+    def checked(text: str) -> str:
+        if not holds(text):
+            raise ValueError(f"{needed} needed")
+        return text
+
+    return AfterValidator(checked)
+
+
+STRICT = ConfigDict(extra="forbid", strict=True)
+"""`__pydantic_config__` of a payload, a frozen dataclass whose annotations constrain its fields: no
+other fields, and no values of another type."""
+Digest = Annotated[str, _requires(is_digest, "64 hex characters are")]
+"""A BLAKE3 digest, a public key, or a nonce: 64 hex characters."""
+PublicKey = Annotated[str, _requires(is_public_key, "a public key is")]
+Natural = Annotated[int, Field(ge=0, lt=2**31)]
+Time = Annotated[float, Field(ge=0, lt=2**53)]
+"""Seconds since the epoch."""
+
+
+def open_payload(
+    codec: TypeAdapter[T], data: bytes, *, kind: str, keys: Collection[str] | None, max_bytes: int
+) -> tuple[T, str]:
+    """Check a signed document; return the value of its payload and the key that signed it.
+
+    Args:
+        codec: adapter of the value's type.
+        data: the signed document.
+        kind: kind of the document.
+        keys: keys that may have signed it; None: any key.
+        max_bytes: largest size of the document.
 
     Raises:
-        BadSignature: a time is no number, or the document is expired or from the future.
+        BadSignature: the document is too large, not of the kind, or not signed by one of the keys;
+            or a field is missing, unknown, of another type or out of range.
     """
-    if not (is_time(issued) and is_time(expires)):
-        raise BadSignature(
-            f"{kind}: issued and expires must be numbers, of seconds since the epoch"
-        )
-    if now > expires + CLOCK_SKEW_S:
-        raise BadSignature(f"{kind}: expired {now - expires:.0f} s ago")
-    if issued > now + CLOCK_SKEW_S:
-        raise BadSignature(f"{kind}: issued {issued - now:.0f} s in the future")
+    document = open_document(data, kind=kind, keys=keys, max_bytes=max_bytes)
+    try:
+        # Validated as JSON, because strict fields accept its lists and numbers.
+        return codec.validate_json(canonical_json(document.payload)), document.key
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])[:80]
+        message = first["msg"].removeprefix("Value error, ")[:120]
+        raise BadSignature(f"{kind}: {field}: {message}") from error
 
 
 def _message(kind: str, payload: dict[str, Any]) -> bytes:

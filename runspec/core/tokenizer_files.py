@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded
+from runspec.core.files import read_bounded, read_json
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
@@ -53,7 +53,12 @@ class TokenizerFiles:
         Raises:
             UserError: a file is missing or malformed.
         """
-        config = _read_config(directory / "tokenizer_config.json")
+        config = read_json(
+            directory / "tokenizer_config.json",
+            MAX_CONFIG_BYTES,
+            "the tokenizer's configuration",
+            remedy="point at a model directory with a tokenizer_config.json",
+        )
         template = directory / "chat_template.jinja"
         if template.is_file():
             source = read_bounded(template, MAX_CONFIG_BYTES).decode(errors="replace")
@@ -112,21 +117,6 @@ def tokenizer_of(data: bytes, place: str) -> Tokenizer:
 def _unusable(thing: str, place: str) -> UserError:
     remedy = "point at a model directory with a tokenizer.json"
     return UserError(thing, place=place, remedy=remedy)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(read_bounded(path, MAX_CONFIG_BYTES))
-        if isinstance(config, dict):
-            return config
-        reason = "not a JSON object"
-    except (OSError, ValueError, RecursionError) as error:
-        reason = str(error)
-    raise UserError(
-        f"cannot read the tokenizer's configuration: {reason}",
-        place=str(path),
-        remedy="point at a model directory with a tokenizer_config.json",
-    )
 
 
 Objects = Sequence[Mapping[str, Any]]

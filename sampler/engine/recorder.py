@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from sampler.engine.requests import Recorded
-from verify.toploc.selection import CHUNK_ROWS, MAGNITUDE, TOP_K, blocks, select
+from verify.toploc.codec import CHUNK_ROWS, MAGNITUDE, TOP_K, blocks, select
 
 _PORTION_ELEMENTS = 1 << 23
 """Elements processed at once on a device: about 200 MB of keys, for any number of chunks."""

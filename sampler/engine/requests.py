@@ -9,7 +9,7 @@ import numpy as np
 
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import SamplerPool
-from verify.toploc.selection import CHUNK_ROWS, TOP_K, Selection
+from verify.toploc.codec import CHUNK_ROWS, TOP_K, Selection
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,9 @@ from sampler.engine.engine import Engine, EngineDied, same_death_is_final
 from sampler.evaluation.ask import Questions, ask, summary
 from sampler.role import RoleOptions, VersionWatch
 from sampler.tasks.task_set import RunTask, build_evaluation_set
-from verify.client import CoordinatorClient
+from verify.client import CoordinatorClient, problem_files
 from verify.formats.evaluation import Evaluated, ProblemResult, sign_evaluation
 from verify.plugins import require_graders
-from verify.problem_files import problem_files
 
 _LOOK_S = 0.5
 

@@ -27,10 +27,9 @@ from runspec.core.models.family import load_config
 from runspec.core.models.memory import prefill_bytes
 from runspec.core.spec.schema import Hardware, Learner, RunSpec
 from sampler.prefill.states import divide, hidden_states, spans, upload
-from verify.choices import Choices
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation, require_fits
 from verify.token_facts import Drawn, TokenFacts, Vocabulary, Wanted, facts_of, outputs_of
-from verify.truncation import Truncation
+from verify.truncation import Choices, Truncation
 
 CPU_POSITIONS, CPU_NUMBERS = 1 << 11, 1 << 18
 """Positions of a batch on a CPU, or, if that is more, numbers of hidden states in a batch."""

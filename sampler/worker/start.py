@@ -17,10 +17,9 @@ from sampler.engine.engine import Engine
 from sampler.role import RoleOptions
 from sampler.worker.stores import Meter, Outbox, Versions
 from sampler.worker.worker import Worker
-from verify.client import CoordinatorClient, RunFinished
+from verify.client import CoordinatorClient, RunFinished, problem_files
 from verify.formats.submission import max_submission_bytes
 from verify.plugins import load_task_set, require_graders
-from verify.problem_files import problem_files
 
 HEARTBEAT_S = 10.0
 """Seconds between heartbeats. The coordinator considers a worker dead after three missing ones."""

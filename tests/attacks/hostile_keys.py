@@ -48,8 +48,7 @@ from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import Rollout, encode_rollouts
 from verify.noise import gumbel
 from verify.plugins import TaskSet, load_task_set
-from verify.toploc.codec import build_proofs_of
-from verify.toploc.selection import CHUNK_ROWS, round_to_bf16, select
+from verify.toploc.codec import CHUNK_ROWS, build_proofs_of, round_to_bf16, select
 
 ATTACKS = {
     "rubbish": StrategyBlock(kind="rubbish"),

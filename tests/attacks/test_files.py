@@ -32,8 +32,9 @@ from tests.verify.coordinator.deployment import RUN, Site, submission
 from tests.verify.coordinator.over_http import granted, post, status
 from tests.verify.small_model import ParityTask, Worker, fixed_key, small_spec
 from tests.verify.test_workers_to_batches import DISHONEST, HONEST, SPEC, STEPS, at_work, work
-from verify.checks.duplicates import fingerprints
+from verify.checks.rows import fingerprints
 from verify.coordinator.machine.claims import ATTEMPTS
+from verify.coordinator_http import sign_request
 from verify.formats.joining import Site as SiteDocument
 from verify.formats.joining import SiteFile, open_site, sign_site
 from verify.formats.lease import Lease, lease_digest, open_lease
@@ -48,7 +49,6 @@ from verify.formats.submission import (
 )
 from verify.formats.tables import MalformedTable, _layout
 from verify.noise import noise_key
-from verify.request_auth import sign_request
 
 pytestmark = pytest.mark.slow
 

@@ -29,7 +29,7 @@ from verify.coordinator.edge import limits, requests
 from verify.coordinator.handlers import context, leasing
 from verify.coordinator.handlers.public import Cache
 from verify.coordinator.ledger.ledger import Ledger
-from verify.request_auth import ENVELOPE, sign_request
+from verify.coordinator_http import ENVELOPE, sign_request
 
 pytestmark = pytest.mark.slow
 

@@ -37,9 +37,9 @@ from verify.client import SubmissionRefused
 from verify.coordinator.machine.events import LeaseGranted
 from verify.coordinator.machine.reputation import reputation
 from verify.coordinator.machine.state import LeaseRecord, Rank
+from verify.coordinator_http import RequestChecker, Unauthorised, sign_request
 from verify.formats.lease import MAX_OPEN_LEASES, Lease, assignments
 from verify.formats.submission import Rollout, encode_rollouts
-from verify.request_auth import RequestChecker, Unauthorised, sign_request
 from verify.toploc.codec import build_proofs
 from verify.validator import is_drawn
 

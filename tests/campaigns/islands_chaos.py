@@ -40,7 +40,7 @@ from tests.learner_jax.islands.island_runs import LOG, spec_of
 from tests.learner_jax.test_document_runs import make_files
 from verify.coordinator.machine.events import IslandsCommitted
 from verify.formats.batch import FILE_NAME as BATCH_FILE
-from verify.formats.ranges import open_ranges, rows_per_step
+from verify.formats.batch import open_ranges, rows_per_step
 
 SEEDS = [int(seed) for seed in os.environ.get("ISLANDS_CHAOS_SEEDS", "0 1").split()]
 MINUTES = float(os.environ.get("ISLANDS_CHAOS_MINUTES", "6"))

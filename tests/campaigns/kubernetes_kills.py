@@ -15,8 +15,7 @@ from pathlib import Path
 
 from runspec.local.metrics import read_rows
 from runspec.local.run_view import look_at
-from tests.runspec.backends.cluster_run import on_cluster
-from tests.runspec.backends.fake_kubelet import Pod
+from tests.runspec.backends.fake_kubelet import Pod, on_cluster
 
 STEPS = 300
 AFTER_S = 10.0

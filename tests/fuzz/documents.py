@@ -16,7 +16,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from broadcast import manifest
-from runspec.core import invite, latest, roles
+from runspec.core import latest, roles
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.signed import BadSignature, sign_document
@@ -26,7 +26,7 @@ from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.profiles import made_profile
 from tests.verify.small_model import fixed_key
 from verify import profile
-from verify.formats import batch, islands, joining, lease, ranges, submission, verdict
+from verify.formats import batch, islands, joining, lease, submission, verdict
 from verify.thresholds import BFLOAT16, ChunkLimits
 
 KEY, GUEST = fixed_key(9), fixed_key(1)
@@ -94,11 +94,11 @@ class Kind:
         assert canonical_json(payload) not in map(canonical_json, self.payloads)
 
 
-def _open_invite(data: bytes) -> invite.Invite:
+def _open_invite(data: bytes) -> roles.Invite:
     """With a sound proof, as whoever has the secret can make one for any document."""
-    proof = sign_document(invite.PROOF_KIND, {"worker": OTHER}, GUEST).decode()
+    proof = sign_document(roles.PROOF_KIND, {"worker": OTHER}, GUEST).decode()
     used = {"document": data.decode("utf-8", "replace"), "proof": proof}
-    return invite.open_invite(used, run="demo", worker=OTHER, coordinators=KEYS, now=NOW)
+    return roles.open_invite(used, run="demo", worker=OTHER, coordinators=KEYS, now=NOW)
 
 
 _SHARE = ("http://127.0.0.1:8000", DIGEST, OTHER, 400, 128.0, 0.5)
@@ -143,9 +143,9 @@ _KINDS = [
         lambda data: batch.open_batch(data, coordinators=KEYS, run="demo", step=3),
     ),
     Kind(
-        ranges.KIND,
-        [ranges.RangeManifest("demo", 3, ranges.RowRange(18, 24), 7, DIGEST, _SHARES)],
-        lambda d: ranges.open_ranges(d, coordinators=KEYS, run="demo", step=3, rows_per_step=6),
+        batch.RANGES_KIND,
+        [batch.RangeManifest("demo", 3, batch.RowRange(18, 24), 7, DIGEST, _SHARES)],
+        lambda d: batch.open_ranges(d, coordinators=KEYS, run="demo", step=3, rows_per_step=6),
     ),
     Kind(
         islands.OFFER_KIND,
@@ -178,7 +178,7 @@ _KINDS = [
         lambda data: roles.open_roles(data, root_public_key=KEY.public_hex, run="demo", now=NOW),
     ),
     Kind(
-        invite.KIND,
+        roles.INVITE_KIND,
         [{"run": "demo", "key": GUEST.public_hex, "pool": "near", "uses": 3, "expires": LATER}],
         _open_invite,
     ),

@@ -53,9 +53,14 @@ from verify.proof_commands import (
     open_activations,
 )
 from verify.thresholds import BFLOAT16
-from verify.toploc.codec import MalformedProof, build_proofs, parse_proof
-from verify.toploc.field import PRIME
-from verify.toploc.selection import TOP_K, round_to_bf16
+from verify.toploc.codec import (
+    PRIME,
+    TOP_K,
+    MalformedProof,
+    build_proofs,
+    parse_proof,
+    round_to_bf16,
+)
 from verify.toploc.statistics import verify_proofs
 
 

@@ -41,7 +41,7 @@ from verify.coordinator.edge import limits
 from verify.coordinator.edge import requests as received
 from verify.coordinator.edge.requests import Refusal
 from verify.coordinator.handlers.workers import Activity, scalars
-from verify.request_auth import RequestChecker, SignedRequest, Unauthorised, sign_request
+from verify.coordinator_http import RequestChecker, SignedRequest, Unauthorised, sign_request
 
 # --- texts --------------------------------------------------------------------------------------
 

@@ -26,8 +26,7 @@ from runspec.core.keys import SigningKey
 from runspec.core.run_files import step_folder, submission_files
 from tests.learner_jax.conftest import Run
 from tests.verify.coordinator.documents import ROWS, documents_spec
-from verify.formats.batch import BatchGroup, BatchManifest
-from verify.formats.ranges import RangeManifest, RowRange, sign_ranges
+from verify.formats.batch import BatchGroup, BatchManifest, RangeManifest, RowRange, sign_ranges
 from verify.formats.submission import (
     decode_rollouts,
     encode_rollouts,

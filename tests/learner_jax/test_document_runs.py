@@ -35,7 +35,7 @@ from tests.learner_jax.test_runner import (
     train_to_the_end,
     weights,
 )
-from verify.formats.ranges import RangeManifest, RowRange, sign_ranges
+from verify.formats.batch import RangeManifest, RowRange, sign_ranges
 
 pytestmark = pytest.mark.slow
 

@@ -42,7 +42,6 @@ from runspec.core.spec import schema
 from sampler.prefill.engine import TorchPrefill
 from tests.broadcast.conftest import Served
 from tests.learner_jax.conftest import VOCABULARY, Run, changed, tiny_spec, write_initial_model
-from verify.choices import describe
 from verify.noise import gumbel
 from verify.plugins import (
     PrefillInput,
@@ -50,7 +49,7 @@ from verify.plugins import (
     WeightsLocation,
     load_prefill_engine,
 )
-from verify.truncation import Truncation, judged
+from verify.truncation import Truncation, describe, judged
 
 pytestmark = pytest.mark.slow
 

@@ -18,13 +18,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import RunSpec
-from verify.choices import describe
 from verify.formats.lease import Assignment, Lease, assignments, lease_digest
 from verify.formats.submission import Rollout
 from verify.noise import gumbel, noise_key
 from verify.plugins import Graded, GradeItem, GraderFault, PrefillInput, PrefillOutput, Problem
 from verify.toploc.codec import build_proofs
-from verify.truncation import Truncation, judged, thresholds
+from verify.truncation import Truncation, describe, judged, thresholds
 
 VOCAB, HIDDEN, EOS = 48, 64, 0
 RUN = "small"

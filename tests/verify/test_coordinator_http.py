@@ -13,13 +13,15 @@ from runspec.core.errors import UserError
 from runspec.core.http_client import Answer, LongAnswer, NoAnswer
 from tests.verify.small_model import fixed_key
 from verify import coordinator_http
-from verify.coordinator_http import CoordinatorHttp, RunFinished, SubmissionRefused
-from verify.request_auth import (
+from verify.coordinator_http import (
     BODY,
     ENVELOPE,
     NONCE,
+    CoordinatorHttp,
     RequestChecker,
+    RunFinished,
     SignedRequest,
+    SubmissionRefused,
     Unauthorised,
     sign_request,
 )
@@ -45,6 +47,9 @@ class Coordinator:
     @property
     def client(self) -> CoordinatorHttp:
         return CoordinatorHttp(URL + "/", KEY, run="demo", deadline_s=DEADLINE_S)
+
+    def time(self) -> float:
+        return NOW
 
     def monotonic(self) -> float:
         return self.now

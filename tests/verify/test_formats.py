@@ -14,10 +14,18 @@ from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, sign_document
 from tests.fuzz.documents import DIGEST, KEY, KINDS, said
 from tests.fuzz.files import SUBMISSION, VERDICT, Kind, check_rows
-from verify.formats.batch import BatchGroup, BatchManifest, open_batch, sign_batch
+from verify.formats.batch import (
+    BatchGroup,
+    BatchManifest,
+    RangeManifest,
+    RowRange,
+    open_batch,
+    open_ranges,
+    sign_batch,
+    sign_ranges,
+)
 from verify.formats.islands import IslandShare, divide
 from verify.formats.lease import Lease, assignments
-from verify.formats.ranges import RangeManifest, RowRange, open_ranges, sign_ranges
 from verify.formats.submission import decode_rollouts, encode_rollouts
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import MAX_CHECKS, MAX_FAULT, decode_verdicts, encode_verdicts

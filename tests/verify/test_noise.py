@@ -17,11 +17,19 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tests.verify.bench import MODEL, Bench
-from verify.checks.distribution import ALPHA, END_NAMES, NAMES, end_sums, evidence, log_ratios
-from verify.choices import HEADS, POWERS, Choices, describe
+from verify.checks.prefill import ALPHA, END_NAMES, NAMES, end_sums, evidence, log_ratios
 from verify.noise import gumbel, hashed, noise_key, token_words
 from verify.token_facts import Drawn, Vocabulary, Wanted, facts_of, token_facts
-from verify.truncation import Truncation, judged, kept_from, thresholds
+from verify.truncation import (
+    HEADS,
+    POWERS,
+    Choices,
+    Truncation,
+    describe,
+    judged,
+    kept_from,
+    thresholds,
+)
 
 LIBRARIES = [(torch, torch.from_numpy), (jnp, jnp.asarray)]
 """Each with what makes an array of one of numpy's."""

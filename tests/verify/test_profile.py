@@ -17,8 +17,15 @@ from tests.verify.bench import MODEL, Bench
 from tests.verify.profiles import DAY_S, ROOT, document, made_profile, with_profile
 from tests.verify.small_model import Worker, small_spec
 from verify.coordinator.machine.verdicts import excess_of
-from verify.pool_limits import gap_noise_by_pool, limits_by_pool, require_model, require_profiles
-from verify.profile import KIND, Profile, open_profile
+from verify.profile import (
+    KIND,
+    Profile,
+    gap_noise_by_pool,
+    limits_by_pool,
+    open_profile,
+    require_model,
+    require_profiles,
+)
 from verify.thresholds import BFLOAT16, DRIFT, FLOAT32, ChunkLimits, GapNoise
 
 PROFILE = made_profile()

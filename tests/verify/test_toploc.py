@@ -18,9 +18,18 @@ from hypothesis import strategies as st
 from tests.verify.small_model import bf16_bits
 from verify.checks.prefill import judge_proofs
 from verify.thresholds import BFLOAT16
-from verify.toploc.codec import PROOF_BYTES, MalformedProof, build_proofs, parse_proof
-from verify.toploc.field import PRIME, canonical, evaluate, interpolate
-from verify.toploc.selection import MAGNITUDE, TOP_K
+from verify.toploc.codec import (
+    MAGNITUDE,
+    PRIME,
+    PROOF_BYTES,
+    TOP_K,
+    MalformedProof,
+    build_proofs,
+    canonical,
+    evaluate,
+    interpolate,
+    parse_proof,
+)
 from verify.toploc.statistics import verify_proofs, verify_proofs_batch
 
 # --- the package's bytes ------------------------------------------------------------------------

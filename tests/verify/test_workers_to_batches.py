@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -35,13 +36,12 @@ from tests.waiting import eventually
 from verify import validator
 from verify.__main__ import main as verify
 from verify.audit.replay import audit
-from verify.client import RunFinished, SubmissionRefused
+from verify.client import RunFinished, SubmissionRefused, problem_files
 from verify.formats.evaluation import Evaluated, Figure, sign_evaluation
 from verify.formats.lease import open_lease
 from verify.formats.submission import decode_rollouts
 from verify.formats.verdict import decode_verdicts
 from verify.plugins import GradeItem, GraderFault
-from verify.problem_files import problem_files
 from verify.validator import Validator
 
 HONEST, DISHONEST, EVALUATOR = fixed_key(5), fixed_key(6), fixed_key(7)
@@ -303,16 +303,9 @@ def test_a_validator_that_every_try_would_end_stops_the_run(tmp_path, monkeypatc
     site = Site(tmp_path, spec)
     site.validator.save(tmp_path / "validator.key")
     with site.origin(), site.serving(), pytest.raises(RunStopped, match=words):
-        validator.run(
-            run=site.run,
-            coordinator=site.url,
-            weights=[site.weights],
-            public_key=site.root.public_hex,
-            key_file=tmp_path / "validator.key",
-            directory=tmp_path / "validator",
-            stop=threading.Event(),
-            log=LOG,
-        )
+        options = {"run": site.run, "coordinator": site.url, "weights": [site.weights]}
+        options |= {"public_key": site.root.public_hex, "key": tmp_path / "validator.key"}
+        validator.run(Namespace(**options, dir=tmp_path / "validator"), threading.Event(), LOG)
 
 
 def test_a_coordinator_that_cannot_read_its_spec_ends_with_the_code_that_stops_the_run(

@@ -12,8 +12,7 @@ from runspec.core.files import read_bounded
 from runspec.core.hashing import digest_bytes, digest_file, is_digest
 from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
-from verify.audit.findings import Report
-from verify.audit.signers import Signers
+from verify.audit.findings import Report, Signers
 from verify.coordinator.machine.events import SubmissionJudged, SubmissionReceived
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.verdicts import (
@@ -89,7 +88,7 @@ class FileAudit:
 
     def judged(self, row: int, event: SubmissionJudged, lease: Lease, signers: Signers) -> None:
         self._report.require(
-            signers.is_validator(event.validator),
+            (event.validator in signers.roles.validator) == signers.current,
             row,
             "validator",
             f"key {event.validator}",

@@ -1,28 +1,51 @@
-"""Commands `calibrate` and `sign-profile` of `python -m verify`: arguments, output, files."""
+"""Commands `calibrate` and `sign-profile` of `python -m verify`.
+
+`calibrate` recomputes the submissions of a pool of an honest run, measures them, and derives a
+profile of limits.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import signal
+import sys
+import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.metadata import entry_points, packages_distributions, version
 from logging import Logger
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.keys import SigningKey
+from runspec.core.models.config import read_config
 from runspec.core.process import run_role
 from runspec.core.signed import BadSignature
+from runspec.core.spec.plugins import PREFILL_GROUP
+from runspec.core.spec.resolved import MAX_PROFILE_BYTES, load_resolved
+from runspec.core.spec.schema import RunSpec
+from verify import profile as form
+from verify.calibration.derive import as_table, derive
+from verify.calibration.measure import (
+    AT_ONCE,
+    Measurements,
+    ReceivedSubmission,
+    Version,
+    find_version,
+    link_version,
+    recomputed,
+    submissions_of,
+)
 from verify.commands import run_once, say
+from verify.profile import Profile, open_profile, sign_profile
+from verify.thresholds import limits_for, precision_of
 
-if TYPE_CHECKING:
-    from verify.calibration.run import Outcome
-    from verify.profile import Profile
-
-_NOISES = (0.005, 0.01, 0.02, 0.04)
+_LIBRARIES = ("jax", "torch", "vllm", "transformers")
+_VALID_S = 365 * 86400.0
+_COUNTS = ("submissions", "rollouts", "tokens", "chunks")
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
@@ -56,11 +79,6 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         help="set limits looser than the published ones if the pool needs it, and print which",
     )
     one.set_defaults(body=lambda options: _run(_calibrate, options))
-    one.add_argument(
-        "--perturbed",
-        action="store_true",
-        help="test the limits with weights that have noise of 0.5 to 4 %%, or are rounded to int8",
-    )
     other = commands.add_parser(
         "sign-profile",
         help="sign a profile with another key, such as the root's, and print it",
@@ -83,31 +101,20 @@ def _run(body: Callable[[argparse.Namespace, Logger], None], options: argparse.N
 
 
 def _calibrate(options: argparse.Namespace, log: Logger) -> None:
-    from verify.calibration.prefills import int8, noise
-    from verify.calibration.run import Order, calibrate
-    from verify.profile import sign_profile
-
     key = SigningKey.load(options.key)
     _require_writable(options.out)
-    perturbed = [(f"weights off by {100 * share:g}%", noise(share)) for share in _NOISES]
-    outcome = calibrate(
-        Order(
-            run_dir=options.run_dir,
-            pool=options.pool,
-            fetched=options.weights,
-            rate=options.rate,
-            allow_looser=options.allow_looser,
-            perturbed=[*perturbed, ("weights in int8", int8)] if options.perturbed else [],
-        ),
-        log,
+    profile = calibrate(
+        options.run_dir,
+        options.pool,
+        fetched=options.weights,
+        rate=options.rate,
+        allow_looser=options.allow_looser,
+        log=log,
     )
-    _write(options.out, sign_profile(outcome.profile, key), _as_text(outcome), key, log)
+    _write(options.out, profile, key, log)
 
 
 def _sign(options: argparse.Namespace, log: Logger) -> None:
-    from runspec.core.spec.resolved import MAX_PROFILE_BYTES
-    from verify.profile import open_profile, sign_profile
-
     try:
         data = read_bounded(options.profile, MAX_PROFILE_BYTES)
         profile = open_profile(data, root_public_key=None)
@@ -118,13 +125,13 @@ def _sign(options: argparse.Namespace, log: Logger) -> None:
         raise UserError(str(error), place=str(options.profile), remedy="calibrate again") from error
     key = SigningKey.load(options.key)
     _require_writable(options.out)
-    _write(options.out, sign_profile(profile, key), _profile_text(profile), key, log)
+    _write(options.out, profile, key, log)
 
 
-def _write(path: Path, document: bytes, text: str, key: SigningKey, log: Logger) -> None:
-    write_atomic(path, document)
+def _write(path: Path, profile: Profile, key: SigningKey, log: Logger) -> None:
+    write_atomic(path, sign_profile(profile, key))
     with suppress(BrokenPipeError):  # the profile is written
-        say(text)
+        say(_profile_text(profile))
     log.info("%s: signed by %s", path, key.public_hex[:16])
 
 
@@ -140,18 +147,6 @@ def _require_writable(path: Path) -> None:
             place=str(path),
             remedy="name with --out a file in a folder that you may write",
         )
-
-
-def _as_text(outcome: Outcome) -> str:
-    lines = [_profile_text(outcome.profile), "", "rejected, of submissions (of rollouts alone):"]
-    for each in outcome.power:
-        for limits, found in (("published", each.published), ("profile", each.profile)):
-            by = ", ".join(f"{name} {count}" for name, count in found.named().items())
-            lines.append(
-                f"  {each.weights}, {limits}: {found.rejected_submissions} of {found.submissions} "
-                f"({found.rejected_rollouts} of {found.rollouts}); {by}"
-            )
-    return "\n".join(lines)
 
 
 def _profile_text(profile: Profile) -> str:
@@ -189,3 +184,123 @@ def _rate(text: str) -> float:
     if not 0.0 < rate <= 0.1:
         raise argparse.ArgumentTypeError("a share above 0, up to 0.1, is needed")
     return rate
+
+
+def calibrate(
+    run_dir: Path,
+    name: str,
+    *,
+    fetched: Path | None = None,
+    rate: float = 1e-6,
+    allow_looser: bool = False,
+    log: Logger,
+) -> Profile:
+    """Measure a pool of an honest run and derive its profile.
+
+    Args:
+        run_dir: the run's directory.
+        name: name of the pool.
+        fetched: folder of fetched versions; None: those of the run directory.
+        rate: share of honest rollouts that may be rejected.
+        allow_looser: whether limits may be looser than the published ones.
+        log: receives the progress.
+
+    Raises:
+        UserError: there are no honest submissions, or too few.
+    """
+    spec = load_resolved(run_dir)
+    pool = next((pool for pool in spec.samplers if pool.name == name), None)
+    if pool is None:
+        raise UserError(
+            f"no pool {name[:80]!r}",
+            place=str(run_dir),
+            remedy=f"name one of {', '.join(pool.name for pool in spec.samplers)}",
+        )
+    published = limits_for(precision_of(pool), spec.learner.compute_dtype)
+    taken, versions = _with_weights(run_dir, spec, name, fetched, log)
+    measured = Measurements()
+    with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
+        for version in versions.values():
+            link_version(version, Path(folder))
+        for _, pairs in recomputed(taken, spec, pool, Path(folder), published.gap):
+            measured.take(pairs, published)
+            if measured.submissions % AT_ONCE == 0:
+                log.info("%d of %d submissions recomputed", measured.submissions, len(taken))
+    derived = derive(measured, published, rate=rate, allow_looser=allow_looser)
+    now = time.time()
+    return form.Profile(
+        version=1,
+        formula=form.FORMULA,
+        issued=now,
+        expires=now + _VALID_S,
+        rate=rate,
+        sampler=form.SamplerSide(
+            engine=pool.engine,
+            precision=precision_of(pool),
+            hardware=pool.hardware.kind,
+            sampling=form.SamplingSide.model_validate(pool.sampling, from_attributes=True),
+        ),
+        validator=form.ValidatorSide(
+            engine=spec.verify.engine,
+            precision=spec.learner.compute_dtype,
+            hardware=form.validator_hardware(spec),
+            releases=_releases(spec.verify.engine),
+        ),
+        model=_model_side(versions[max(versions)].folder),
+        measured=form.Measured(
+            run=spec.name,
+            oldest_version=min(versions),
+            newest_version=max(versions),
+            **{count: getattr(measured, count) for count in _COUNTS},
+            seeded=pool.sampling.seeded,
+        ),
+        numbers=derived.numbers,
+        looser=derived.looser,
+        limits=as_table(derived.limits),
+    )
+
+
+def _with_weights(
+    run_dir: Path, spec: RunSpec, pool: str, fetched: Path | None, log: Logger
+) -> tuple[list[ReceivedSubmission], dict[int, Version]]:
+    """Return the submissions whose weights are still there, and their versions."""
+    found = submissions_of(run_dir, spec, pool)
+    digests = {taken.lease.version: taken.lease.manifest_digest for taken in found}
+    versions = {
+        number: where
+        for number, digest in digests.items()
+        if (where := find_version(run_dir, spec.name, number, digest, fetched))
+    }
+    taken = [each for each in found if each.lease.version in versions]
+    log.info(
+        "%d submissions of pool %s, %d of them with weights on this machine (versions %s)",
+        len(found),
+        pool,
+        len(taken),
+        ", ".join(map(str, sorted(versions))) or "none",
+    )
+    if not taken:
+        raise UserError(
+            f"no submission of pool {pool} whose weights are on this machine",
+            place=str(run_dir),
+            remedy="calibrate while the run is up or soon after, or keep more versions "
+            "(`broadcast.keep_versions`); --weights names a folder of fetched ones",
+        )
+    return taken, {each.lease.version: versions[each.lease.version] for each in taken}
+
+
+def _model_side(folder: Path) -> form.ModelSide:
+    try:
+        config = read_config(folder)
+        return form.ModelSide(**{name: config[name] for name in form.ModelSide.model_fields})
+    except (KeyError, ValueError) as error:
+        raise UserError(f"does not say the model's size: {error}", place=str(folder)) from error
+
+
+def _releases(engine: str) -> dict[str, str]:
+    """Return the releases of the engine's package and of the libraries that it has loaded."""
+    points = [p for p in entry_points(group=PREFILL_GROUP) if p.name == engine and p.dist]
+    found = {point.dist.name: point.dist.version for point in points if point.dist}
+    names = packages_distributions()  # vLLM's distribution has a name for each kind of hardware
+    loaded = [dist for name in _LIBRARIES if name in sys.modules for dist in names.get(name, [])]
+    return found | {dist: version(dist) for dist in loaded}

@@ -1,34 +1,33 @@
-"""The checks of a submission, cheap ones first, behind one interface (`verify.checks.base`)."""
+"""The checks of a submission, cheap ones first; each is one function (`verify.checks.base`)."""
 
 from runspec.core.spec.schema import SamplerPool
-from verify.checks import distribution, prefill, rows
+from verify.checks import prefill, rows
 from verify.checks.base import Check
-from verify.checks.duplicates import DuplicateCheck
+from verify.checks.rows import duplicates
 
 ROW_CHECKS: list[Check] = [
-    rows.AssignmentCheck(),
-    rows.BOUNDS,
-    rows.VERSIONS,
-    rows.TERMINATION,
-    rows.PROOF_FORMAT,
+    rows.assignment,
+    rows.bounds,
+    rows.versions,
+    rows.termination,
+    rows.proof_format,
 ]
 """Checks that need the rows alone."""
-GRADE_CHECKS: list[Check] = [rows.RewardCheck()]
+GRADE_CHECKS: list[Check] = [rows.reward]
 """Checks that need the validator's grades."""
-DUPLICATE_CHECKS: list[Check] = [DuplicateCheck()]
+DUPLICATE_CHECKS: list[Check] = [duplicates]
 """Checks that need the rows' fingerprints, and so their log-probs."""
-_SEEDED: list[Check] = [prefill.SeededSamplingCheck(), prefill.SubmissionSamplingCheck()]
-_UNSEEDED: list[Check] = [
-    distribution.KeptTokensCheck(),
-    distribution.ENDS_SUBMISSION,
-    distribution.ENDS,
-    distribution.CHOSEN_TOKENS_SUBMISSION,
-    distribution.CHOSEN_TOKENS,
-]
 
 
 def prefill_checks(pool: SamplerPool) -> list[Check]:
     """Return the checks that need the prefill."""
-    tokens = _SEEDED if pool.sampling.seeded else _UNSEEDED
-    logprobs: list[Check] = [prefill.SubmissionLogprobCheck(), prefill.RolloutLogprobCheck()]
-    return [*logprobs, *tokens, prefill.ProofCheck()]
+    seeded = [prefill.seeded_sampling, prefill.seeded_sampling_submission]
+    unseeded = [
+        prefill.kept_tokens,
+        prefill.ends_submission,
+        prefill.ends,
+        prefill.chosen_tokens_submission,
+        prefill.chosen_tokens,
+    ]
+    tokens = seeded if pool.sampling.seeded else unseeded
+    return [prefill.logprobs_submission, prefill.logprobs, *tokens, prefill.toploc]

@@ -1,10 +1,9 @@
-"""Interface of the checks, each of which gives every row a number and a limit."""
+"""What a check is: a function that gives every row a number and a limit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -40,7 +39,7 @@ class Subject:
     recomputed: list[Recomputed | None] = field(default_factory=list)
     """Numbers of each row, after the prefill; None if no prefill can reproduce the row."""
     fingerprints: list[list[int]] = field(default_factory=list)
-    """Hashes of each row, after all other checks have passed (`verify.checks.duplicates`)."""
+    """Hashes of each row, after all other checks have passed (`verify.checks.rows`)."""
 
     @property
     def prefilled(self) -> list[tuple[Rollout, Recomputed]]:
@@ -54,15 +53,20 @@ class Subject:
         return min(self.pool.max_new_tokens, room)
 
 
-class Check(Protocol):
-    """A check; it fails the submission when it fails any row."""
+Check = Callable[[Subject], list[CheckResult]]
+"""Gives every row that it examines a result, in order; the submission fails when any row fails."""
 
-    @property
-    def name(self) -> str:
-        """Name of the check in verdicts and reasons."""
 
-    def run(self, subject: Subject) -> list[CheckResult]:
-        """Return a result for each row, in order."""
+def row_check(faults: Callable[[Rollout, Subject], Iterator[str]]) -> Check:
+    """Return a check of each row by itself, named as the function that yields what is wrong.
+
+    The value of a result counts the row's faults.
+    """
+
+    def check(subject: Subject) -> list[CheckResult]:
+        return [no_faults(faults.__name__, list(faults(r, subject))) for r in subject.rollouts]
+
+    return check
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ def examine(
     for check in checks:
         if reason:
             break
-        found = check.run(subject)
+        found = check(subject)
         for row, result in zip(spoken_of, found, strict=True):
             results[row].append(result)
             if not (reason or result.passed):

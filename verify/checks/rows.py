@@ -1,28 +1,39 @@
-"""Opens the rows of a submission, and checks each row without a prefill.
+"""Opens the rows of a submission, and checks them without a prefill.
 
 `open_rows` checks signature, digest, lease and format. The checks compare rows with what the lease
-assigned, with bounds that every honest row keeps, and with the validator's own rewards.
+assigned, with bounds that every honest row keeps, with the validator's own rewards, and with each
+other: fingerprints of runs of tokens find copies.
+
+A run of output tokens with information - sum log p of at least I nats is sampled at a given
+position with a probability of at most exp(-I), whatever came before. So an honest rollout of n
+tokens shares one of M earlier runs with a probability of at most n M exp(-I). With I = 48, n =
+32,768 and M = 2,000,000 that is below 1e-10. Text that the policy would write anyway (a restated
+problem, a short answer) has little information, and is no run.
+
+A few runs of each rollout are remembered, the same in a copy as in its original. A run starts where
+the hash of 8 tokens is among the lowest (once, if the same 8 occur again). It ends at the multiple
+of 8 tokens at which it has I nats. An edit changes only the runs that contain it. The whole output
+is one more run.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
+from blake3 import blake3
 
 from runspec.core.hashing import digest_bytes
 from runspec.core.signed import BadSignature
-from verify.checks.base import Subject, at_most, no_faults
+from verify.checks.base import Subject, at_most, no_faults, row_check
 from verify.formats.lease import Lease
 from verify.formats.submission import Rollout, decode_rollouts, open_submission
 from verify.formats.tables import MalformedTable
-from verify.formats.verdict import CheckResult
+from verify.formats.verdict import MAX_FINGERPRINTS, CheckResult
 from verify.thresholds import LOGPROB_CEILING, LOGPROB_FLOOR, REWARD_TOLERANCE
-from verify.toploc.codec import MalformedProof, parse_proof
-from verify.toploc.selection import CHUNK_ROWS
+from verify.toploc.codec import CHUNK_ROWS, MalformedProof, parse_proof
 
 _SHOWN = 40  # characters of a hostile string that a reason repeats
 
@@ -80,19 +91,8 @@ def open_rows(
     return rollouts
 
 
-@dataclass(frozen=True)
-class ValuesCheck:
-    """Checks each row by itself. The value counts the row's faults."""
-
-    name: str
-    faults: Callable[[Rollout, Subject], Iterator[str]]
-    """Yields what is wrong with a row."""
-
-    def run(self, subject: Subject) -> list[CheckResult]:
-        return [no_faults(self.name, list(self.faults(r, subject))) for r in subject.rollouts]
-
-
-def _bounds(row: Rollout, subject: Subject) -> Iterator[str]:
+@row_check
+def bounds(row: Rollout, subject: Subject) -> Iterator[str]:
     """Yield wrong lengths, tokens outside the vocabulary, and numbers that are not finite."""
     tokens, logprobs = row.output_tokens, row.logprobs
     longest = subject.max_output(row)
@@ -111,7 +111,8 @@ def _bounds(row: Rollout, subject: Subject) -> Iterator[str]:
             yield f"{name} {value}"
 
 
-def _termination(row: Rollout, subject: Subject) -> Iterator[str]:
+@row_check
+def termination(row: Rollout, subject: Subject) -> Iterator[str]:
     """Require `stop` with the end token last and nowhere else, or `length` at the largest
     length."""
     ends = np.flatnonzero(row.output_tokens == subject.task_set.eos_token_id)
@@ -128,7 +129,8 @@ def _termination(row: Rollout, subject: Subject) -> Iterator[str]:
         yield f"finish reason {row.finish_reason[:40]!r}"
 
 
-def _versions(row: Rollout, subject: Subject) -> Iterator[str]:
+@row_check
+def versions(row: Rollout, subject: Subject) -> Iterator[str]:
     """Require versions of single tokens in trusted pools with `in_flight_updates`, and in no
     others.
 
@@ -154,7 +156,8 @@ def _versions(row: Rollout, subject: Subject) -> Iterator[str]:
         yield f"a token of version {outside[0]}, outside [{oldest}, {newest}]"
 
 
-def _proof_format(row: Rollout, subject: Subject) -> Iterator[str]:
+@row_check
+def proof_format(row: Rollout, subject: Subject) -> Iterator[str]:
     """Require one well-formed proof for each chunk of the output."""
     chunks = -(-len(row.output_tokens) // CHUNK_ROWS)
     if len(row.proofs) != chunks:
@@ -167,41 +170,29 @@ def _proof_format(row: Rollout, subject: Subject) -> Iterator[str]:
             yield f"proof {number}: {error}"
 
 
-BOUNDS = ValuesCheck("bounds", _bounds)
-VERSIONS = ValuesCheck("versions", _versions)
-TERMINATION = ValuesCheck("termination", _termination)
-PROOF_FORMAT = ValuesCheck("proof_format", _proof_format)
-
-
-class AssignmentCheck:
-    """Compares rows with the lease: each (group, sample) once, with the group's problem and prompt.
+def assignment(subject: Subject) -> list[CheckResult]:
+    """Compare rows with the lease: each (group, sample) once, with the group's problem and prompt.
 
     The value is the number of fields that differ.
     """
-
-    name = "assignment"
-
-    def run(self, subject: Subject) -> list[CheckResult]:
-        task_set = subject.task_set
-        tasks = [
-            (
-                task_set.problem(given.problem).problem_id,
-                given.target,
-                list(task_set.prompt_tokens(given.problem, given.target)),
-            )
-            for given in subject.assignments
-        ]
-        times = Counter((r.group, r.sample) for r in subject.rollouts)
-        expected = len(tasks) * subject.group_size
-        count = len(subject.rollouts)
-        missing = [f"{count} rows, the lease asks for {expected}"] if count != expected else []
-        return [
-            no_faults(
-                self.name,
-                [*missing, *_faults(row, times[row.group, row.sample], subject, tasks)],
-            )
-            for row in subject.rollouts
-        ]
+    task_set = subject.task_set
+    tasks = [
+        (
+            task_set.problem(given.problem).problem_id,
+            given.target,
+            list(task_set.prompt_tokens(given.problem, given.target)),
+        )
+        for given in subject.assignments
+    ]
+    times = Counter((r.group, r.sample) for r in subject.rollouts)
+    expected, count = len(tasks) * subject.group_size, len(subject.rollouts)
+    missing = [f"{count} rows, the lease asks for {expected}"] if count != expected else []
+    return [
+        no_faults(
+            "assignment", [*missing, *_faults(row, times[row.group, row.sample], subject, tasks)]
+        )
+        for row in subject.rollouts
+    ]
 
 
 def _faults(
@@ -239,8 +230,8 @@ def _differing(fields: list[tuple[str, object, object]]) -> Iterator[str]:
             yield f"{name} is {str(claimed)[:_SHOWN]!r}, assigned {str(assigned)[:_SHOWN]!r}"
 
 
-class RewardCheck:
-    """Compares claimed and re-graded rewards: task reward T and length penalty P.
+def reward(subject: Subject) -> list[CheckResult]:
+    """Compare claimed and re-graded rewards: task reward T and length penalty P.
 
     The value is max(|T - T'|, |P - P'|). A false claim rejects the submission.
 
@@ -248,24 +239,88 @@ class RewardCheck:
     the same program. P is then compared only if both agree on T, because some forms of P depend on
     T. Training always uses the re-graded rewards.
     """
-
-    name = "reward"
-
-    def run(self, subject: Subject) -> list[CheckResult]:
-        results = []
-        for row, graded in zip(subject.rollouts, subject.grades, strict=True):
-            if graded is None:  # the grader failed, so the worker is not at fault
-                results.append(no_faults(self.name, []))
-                continue
-            task = _distance(row.task_reward, graded.task_reward)
-            length = _distance(row.length_penalty, graded.length_penalty)
-            value, words = max(task, length), "claimed against re-graded"
-            if not graded.repeatable and task > REWARD_TOLERANCE:
-                value, words = 0.0, "not repeatable"
-            results.append(at_most(self.name, value, REWARD_TOLERANCE, words))
-        return results
+    results = []
+    for row, graded in zip(subject.rollouts, subject.grades, strict=True):
+        if graded is None:  # the grader failed, so the worker is not at fault
+            results.append(no_faults("reward", []))
+            continue
+        task = _distance(row.task_reward, graded.task_reward)
+        length = _distance(row.length_penalty, graded.length_penalty)
+        value, words = max(task, length), "claimed against re-graded"
+        if not graded.repeatable and task > REWARD_TOLERANCE:
+            value, words = 0.0, "not repeatable"
+        results.append(at_most("reward", value, REWARD_TOLERANCE, words))
+    return results
 
 
 def _distance(claimed: float, graded: float) -> float:
     """Return the distance in float32, in which claims are written."""
     return abs(claimed - float(np.float32(graded)))
+
+
+OUTPUT_NATS = 64.0
+"""Outputs with less information are not compared."""
+RUN_NATS = 48.0
+_ANCHOR = 8
+"""Number of tokens whose hash chooses a start; lengths of runs are multiples of it."""
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # splitmix64
+
+
+def fingerprints(tokens: np.ndarray, logprobs: np.ndarray) -> list[int]:
+    """Return hashes of an output and of runs in it, i64, at most `MAX_FINGERPRINTS`.
+
+    Args:
+        tokens: i32 [n], the output.
+        logprobs: f32 [n], finite.
+
+    Returns:
+        The hashes; none if the output has less information than `OUTPUT_NATS`.
+    """
+    information = np.concatenate([[0.0], -np.cumsum(np.minimum(logprobs, 0.0, dtype=np.float64))])
+    if information[-1] < OUTPUT_NATS:
+        return []
+    found = {_hash(tokens): None}
+    starts = np.arange(max(0, len(tokens) - _ANCHOR + 1))
+    ends = np.searchsorted(information, information[starts] + RUN_NATS)
+    lengths = -(-(ends - starts) // _ANCHOR) * _ANCHOR
+    starts, lengths = (x[starts + lengths <= len(tokens)] for x in (starts, lengths))
+    # Only the first start of each 8 tokens: other tokens make other runs, so 16 runs are enough. An
+    # output that repeats one token would otherwise have thousands of equal runs to hash.
+    _, first = np.unique(_anchors(tokens)[starts], return_index=True)
+    chosen = first[: MAX_FINGERPRINTS - 1]
+    for start, length in zip(starts[chosen], lengths[chosen], strict=True):
+        found[_hash(tokens[start : start + length])] = None
+    return list(found)
+
+
+def _anchors(tokens: np.ndarray) -> np.ndarray:
+    """Return u64 [n - 7]: the hashes of each 8 consecutive tokens."""
+    words = tokens.astype(np.uint64)
+    count = max(0, len(words) - _ANCHOR + 1)
+    mixed = np.zeros(count, np.uint64)
+    for offset in range(_ANCHOR):
+        mixed = mixed * _FACTOR + words[offset : offset + count]
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _hash(tokens: np.ndarray) -> int:
+    digest = blake3(tokens.astype("<i4").tobytes()).digest(length=8)
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def duplicates(subject: Subject) -> list[CheckResult]:
+    """Find runs that a row shares with an earlier row. The value counts them.
+
+    The coordinator compares rows of different submissions, because only it sees all verdicts.
+    """
+    first: dict[int, int] = {}
+    results = []
+    for row, prints in enumerate(subject.fingerprints):
+        shared = [first[p] for p in prints if first.setdefault(p, row) != row]
+        results.append(
+            no_faults("duplicates", [f"a run of tokens of row {other}" for other in shared])
+        )
+    return results

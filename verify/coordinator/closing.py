@@ -23,9 +23,15 @@ from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.stalls import RUN_DIR, Stalled
 from verify.coordinator.machine.state import Tally
 from verify.coordinator.machine.verdicts import batch_stats
-from verify.formats.batch import BatchGroup, BatchManifest, sign_batch
+from verify.formats.batch import (
+    BatchGroup,
+    BatchManifest,
+    RangeManifest,
+    RowRange,
+    sign_batch,
+    sign_ranges,
+)
 from verify.formats.islands import divide
-from verify.formats.ranges import RangeManifest, RowRange, sign_ranges
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0

@@ -42,8 +42,8 @@ from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.ledger.ledger import open_ledger
 from verify.coordinator.machine.events import IllegalTransition
 from verify.coordinator.machine.state import Policy
-from verify.pool_limits import gap_noise_by_pool
-from verify.request_auth import RequestChecker, Unauthorised
+from verify.coordinator_http import RequestChecker, Unauthorised
+from verify.profile import gap_noise_by_pool
 
 _log = logging.getLogger(__name__)
 

@@ -12,9 +12,16 @@ from pydantic import Field, TypeAdapter
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, sign_document
+from runspec.core.signed import (
+    STRICT,
+    BadSignature,
+    Digest,
+    Natural,
+    Time,
+    open_payload,
+    sign_document,
+)
 from runspec.core.spec.fields import NAME_PATTERN
-from verify.formats.payload import STRICT, Digest, Natural, Time, open_payload
 
 KIND = "evaluation"
 MAX_EVALUATION_BYTES = 16 * 1024 * 1024

@@ -17,9 +17,8 @@ from runspec.core.address import is_server_url
 from runspec.core.canonical import canonical_json
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, sign_document
+from runspec.core.signed import STRICT, BadSignature, Digest, Natural, open_payload, sign_document
 from runspec.core.spec.fields import NAME_PATTERN
-from verify.formats.payload import STRICT, Digest, Natural, open_payload
 
 T = TypeVar("T")
 

@@ -1,8 +1,8 @@
-"""Documents that a joining worker gets from the coordinator: the resolved spec, and the site.
+"""What the coordinator gives a joining worker (the resolved spec, the site) and a page of the run.
 
-The coordinator signs both. The site has the URLs of weights and the digests of the data's files.
-The URLs need no trust, because the publisher's signature verifies weights from any server. The
-listed digests verify the files.
+The coordinator signs spec and site. The site has the URLs of weights and the digests of the data's
+files. The URLs need no trust, because the publisher's signature verifies weights from any server.
+The listed digests verify the files. docs/coordinator.md says what a page is given.
 """
 
 from __future__ import annotations
@@ -15,11 +15,17 @@ from pydantic import AfterValidator, Field, TypeAdapter
 
 from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, open_document, sign_document
+from runspec.core.signed import (
+    STRICT,
+    BadSignature,
+    Digest,
+    open_document,
+    open_payload,
+    sign_document,
+)
 from runspec.core.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
 from runspec.core.spec.resolved import dump_resolved, parse_resolved
 from runspec.core.spec.schema import RunSpec
-from verify.formats.payload import STRICT, Digest, open_payload
 
 SITE_KIND = "site"
 MAX_FILES = 4096
@@ -116,3 +122,10 @@ def open_spec(data: bytes, *, coordinators: frozenset[str], place: str) -> RunSp
         data, kind=SPEC_KIND, keys=coordinators, max_bytes=MAX_SIGNED_SPEC_BYTES
     ).payload
     return parse_resolved(canonical_json(payload), place=place)
+
+
+MAX_PIECE_BYTES = 4 * 1024 * 1024
+"""About the largest piece of the ledger or of metrics.jsonl in one answer."""
+MAX_ROW_BYTES = 64 * 1024 * 1024
+"""Largest row of the ledger, which is in a piece of its own."""
+TOKENIZER_FILE = "tokenizer.json"

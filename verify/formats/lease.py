@@ -9,8 +9,7 @@ from pydantic import TypeAdapter
 
 from runspec.core.hashing import digest_bytes, hash_parts
 from runspec.core.keys import SigningKey
-from runspec.core.signed import sign_document
-from verify.formats.payload import STRICT, Digest, Natural, Time, open_payload
+from runspec.core.signed import STRICT, Digest, Natural, Time, open_payload, sign_document
 
 KIND = "lease"
 MAX_BYTES = 8 * 1024

@@ -9,12 +9,10 @@ from pydantic import TypeAdapter
 
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, sign_document
+from runspec.core.signed import STRICT, BadSignature, Digest, Natural, open_payload, sign_document
 from runspec.core.spec.schema import RunSpec, SamplerPool
-from verify.formats.payload import STRICT, Digest, Natural, open_payload
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
-from verify.toploc.codec import PROOF_BYTES
-from verify.toploc.selection import CHUNK_ROWS
+from verify.toploc.codec import CHUNK_ROWS, PROOF_BYTES
 
 KIND = "submission"
 MAX_ENVELOPE_BYTES = 8 * 1024
@@ -137,9 +135,8 @@ def sign_submission(
     data: bytes, *, run: str, step: int, index: int, lease: str, key: SigningKey
 ) -> bytes:
     """Return the signed envelope of a submission's table."""
-    envelope = SubmissionEnvelope(
-        run, step, key.public_hex, index, lease, digest_bytes(data), len(data)
-    )
+    digest, size = digest_bytes(data), len(data)
+    envelope = SubmissionEnvelope(run, step, key.public_hex, index, lease, digest, size)
     return sign_document(KIND, asdict(envelope), key)
 
 
@@ -191,8 +188,7 @@ def largest_accepted_bytes(spec: RunSpec) -> int:
 
 
 def _bytes_of(rows: int, longest_prompt: int, pool: SamplerPool) -> int:
-    prompt = 4 * longest_prompt
     proofs = (pool.max_new_tokens // CHUNK_ROWS + 1) * PROOF_BYTES
     token = 12 if pool.in_flight_updates else 8
-    row = _ROW_BYTES + prompt + token * pool.max_new_tokens + proofs
+    row = _ROW_BYTES + 4 * longest_prompt + token * pool.max_new_tokens + proofs
     return _HEADER_BYTES + rows * row

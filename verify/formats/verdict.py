@@ -12,8 +12,7 @@ from pydantic import TypeAdapter
 from runspec.core.errors import one_line
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, sign_document
-from verify.formats.payload import STRICT, Digest, Natural, open_payload
+from runspec.core.signed import STRICT, BadSignature, Digest, Natural, open_payload, sign_document
 from verify.formats.tables import Column, MalformedTable, Schema, decode_table, encode_table, text
 
 KIND = "verdict"
@@ -89,7 +88,7 @@ class RolloutVerdict:
     checks: list[CheckResult]
     fingerprints: list[int] = field(default_factory=list)
     """Hashes of runs of tokens that no other rollout can share by chance. The coordinator compares
-    them across submissions (`verify.checks.duplicates`). Empty if an earlier check failed."""
+    them across submissions (`verify.checks.rows`). Empty if an earlier check failed."""
     gap_excess: float | None = None
     """Excess of its gaps over a worker's long-run budget, nats (`verify.thresholds.GapNoise`); None
     if the pool was not calibrated or the rollout not recomputed."""

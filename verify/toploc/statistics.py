@@ -20,14 +20,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verify.toploc.codec import MalformedProof, Proof, parse_proof
-from verify.toploc.field import canonical, evaluate
-from verify.toploc.selection import (
+from verify.toploc.codec import (
     MAGNITUDE,
     TOP_K,
+    MalformedProof,
+    Proof,
     Selection,
     blocks,
+    canonical,
+    evaluate,
     injective_moduli,
+    parse_proof,
     select,
     split,
 )

@@ -11,17 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runspec.backends.kubernetes.naming import (
+from runspec.backends.kubernetes.pods import (
     GROUP_LABEL,
     RUN_LABEL,
     addressed,
     cluster_of,
     in_object_store,
     label,
+    pod,
     pod_host,
     server_ports,
 )
-from runspec.backends.kubernetes.pods import pod
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL
 from runspec.core.spec.resolved import dump_resolved
@@ -89,7 +89,8 @@ def manifests(spec: RunSpec, bundles: Sequence[Bundle]) -> Iterator[Manifest]:
         yield made("Secret", f"{run}-{name}", type="Opaque", data=_secret(group, held))
     for server, port in server_ports(spec).items():
         if server not in away:
-            on = _group_of(server, groups)
+            own = (each.name for each in groups if server in (each.name, *each.beside))
+            on = next(own, TRUNK_GROUP)
             selector = {RUN_LABEL: run, GROUP_LABEL: label(on)}
             ports = [{"name": "http", "port": port, "targetPort": port, "protocol": "TCP"}]
             service = {"selector": selector, "ports": ports}
@@ -99,12 +100,6 @@ def manifests(spec: RunSpec, bundles: Sequence[Bundle]) -> Iterator[Manifest]:
     if cluster.queue is not None:
         jobset["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = cluster.queue
     yield jobset
-
-
-def _group_of(server: str, groups: Sequence[Group]) -> str:
-    """Return the group whose pod has a server."""
-    own = (each.name for each in groups if server in (each.name, *each.beside))
-    return next(own, TRUNK_GROUP)
 
 
 def env_secret(spec: RunSpec, env: Mapping[str, str]) -> Manifest | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from runspec.core.errors import UserError
-from runspec.core.models.config import SIZES, ModelConfig, check_sizes
+from runspec.core.models.config import SIZES, ModelConfig, check_sizes, parse_rope, rope_fields
 from runspec.core.models.family import Family, Row, layer_rows, parse_config
-from runspec.core.models.rope_scaling import parse_rope, rope_fields
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},

@@ -40,7 +40,11 @@ def forward_flops(config: ModelConfig, lengths: Sequence[float], lora: Lora | No
         lengths: n_i, tokens of each sample, prompt and output.
         lora: adapters that are computed beside the matrices.
     """
-    multiplied = matrix_parameters(config) + _adapter_parameters(config, lora)
+    multiplied = matrix_parameters(config)
+    if lora is not None:
+        shapes = matrix_shapes(config)
+        layer = sum(sum(shapes[name]) for name in lora.targets)
+        multiplied += config.num_hidden_layers * lora.rank * layer
     return 2.0 * multiplied * sum(lengths) + _attention_flops(config, lengths)
 
 
@@ -60,14 +64,6 @@ def _attention_flops(config: ModelConfig, lengths: Sequence[float]) -> float:
     """Return the forward FLOPs of scores and values under the causal mask."""
     width = config.num_attention_heads * config.head_dim
     return 2.0 * config.num_hidden_layers * width * sum(n * n for n in lengths)
-
-
-def _adapter_parameters(config: ModelConfig, lora: Lora | None) -> int:
-    """Return the number of parameters of the adapters; 0 without adapters."""
-    if lora is None:
-        return 0
-    shapes = matrix_shapes(config)
-    return config.num_hidden_layers * lora.rank * sum(sum(shapes[name]) for name in lora.targets)
 
 
 @dataclass(frozen=True)

@@ -129,16 +129,12 @@ def measured(finding: Finding) -> list[str]:
     """Return a line of measured values and a line of the violated condition, if there are any."""
     lines = []
     if finding.numbers:
-        said = (f"{name} = {number_text(value)}" for name, value in finding.numbers.items())
-        lines.append(f"measured: {', '.join(said)}")
+        # Integers in full, other numbers to six digits.
+        shown = {n: f"{v:.6g}" if isinstance(v, float) else v for n, v in finding.numbers.items()}
+        lines.append(f"measured: {', '.join(f'{name} = {text}' for name, text in shown.items())}")
     if finding.requires:
         lines.append(f"requires: {finding.requires}")
     return lines
-
-
-def number_text(value: Number) -> str:
-    """Return a number as text: integers in full, others to six digits."""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def finite(finding: Finding) -> dict[str, Number]:

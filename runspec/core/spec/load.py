@@ -16,10 +16,15 @@ from typing import Any, Literal
 
 from runspec.core.errors import UserError
 from runspec.core.spec.findings import SET_FILE, Comment, Finding, Place, format_finding
-from runspec.core.spec.layers import LayerReader, ParsedFiles, profile_path
+from runspec.core.spec.layers import (
+    LayerReader,
+    ParsedFiles,
+    is_placement,
+    profile_path,
+    site_layers,
+)
 from runspec.core.spec.lock_file import is_lock, parse_lock
 from runspec.core.spec.merge import NewName, judge_new_names, merge_layers
-from runspec.core.spec.placement_file import is_placement, site_layers
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.validate import locate, validate
 from runspec.core.spec.yaml_nodes import (
@@ -183,90 +188,62 @@ def interpolate(root: MapNode, environ: Mapping[str, str], findings: list[Findin
     Variables that `secrets` names are reported and never filled in: a finding that quotes a value
     would show the secret.
     """
-    filled = _Filler(environ, findings, _secret_variables(root)).node(root, "")
-    assert isinstance(filled, MapNode)
-    return filled
-
-
-def _secret_variables(root: MapNode) -> frozenset[str]:
-    """Return the environment variables that hold the spec's secrets."""
     secrets = value_at(root, "secrets")
     items = secrets.items if isinstance(secrets, ListNode) else ()
     names = [value_at(value_at(item, "from"), "env") for item in items]
-    return frozenset(str(name.value) for name in names if isinstance(name, ScalarNode))
+    secret = frozenset(str(name.value) for name in names if isinstance(name, ScalarNode))
 
+    def report(node: Node, path: str, text: str, hint: str = "", code: str = "variable") -> None:
+        finding = Finding(node.place, code, text, path=path, suggestion=hint, blocking=True)
+        findings.append(finding)
 
-class _Filler:
-    def __init__(
-        self, environ: Mapping[str, str], findings: list[Finding], secrets: frozenset[str]
-    ) -> None:
-        self._environ = environ
-        self._findings = findings
-        self._secrets = secrets
+    def value_of(match: re.Match[str], node: Node, path: str) -> str:
+        name, message = match[1], match[2]
+        if name in secret:
+            text = f"${{{name}}} is a secret: its value would land in the spec"
+            report(node, path, text, code="secret-value")
+            return ""
+        value = environ.get(name)
+        if value is None or (message is not None and not value):
+            state = "not set" if value is None else "empty"
+            text = f"variable {name} is {state}" + (f": {message}" if message else "")
+            report(node, path, text, f"export {name}=...")
+            return ""
+        if "${" in value:
+            # A reader of the rendered spec would fill it in again.
+            report(node, path, f"variable {name} holds ${{ itself")
+        return value
 
-    def node(self, node: Node, path: str) -> Node:
+    def filled(node: Node, path: str) -> Node:
         if isinstance(node, MapNode):
             dot = f"{path}." if path else ""
             entries = {
-                key: Entry(entry.key_place, self.node(entry.value, f"{dot}{key}"))
+                key: Entry(entry.key_place, filled(entry.value, f"{dot}{key}"))
                 for key, entry in node.entries.items()
             }
             return replace(node, entries=entries)
         if isinstance(node, ListNode):
             items = [
-                self.node(item, f"{path}.{object_name(item) or index}")
+                filled(item, f"{path}.{object_name(item) or index}")
                 for index, item in enumerate(node.items)
             ]
             return ListNode(tuple(items), node.place)
-        if isinstance(node.value, str) and "${" in node.value:
-            return self._scalar(node, node.value, path)
-        return node
-
-    def _scalar(self, node: ScalarNode, text: str, path: str) -> ScalarNode:
-        before = len(self._findings)
-        if "${" in VARIABLE.sub("", text):
-            message = "a variable is written ${NAME} or ${NAME:?message}"
-            self._report(node, message, path)
-        filled = VARIABLE.sub(lambda match: self._value(match, node, path), text)
-        try:
-            value = resolve_scalar(filled) if node.plain else filled
-        except ValueError as error:
-            self._report(node, str(error), path)
-            value = None
-        if len(self._findings) > before:
-            # The original text: it gives no second finding if text is the right type.
+        if not isinstance(node.value, str) or "${" not in node.value:
             return node
-        return ScalarNode(value, node.place, node.plain)
+        before = len(findings)
+        if "${" in VARIABLE.sub("", node.value):
+            report(node, path, "a variable is written ${NAME} or ${NAME:?message}")
+        text = VARIABLE.sub(lambda match: value_of(match, node, path), node.value)
+        try:
+            value = resolve_scalar(text) if node.plain else text
+        except ValueError as error:
+            report(node, path, str(error))
+        # The original text gives no second finding if text is the right type.
+        return node if len(findings) > before else ScalarNode(value, node.place, node.plain)
 
-    def _value(self, match: re.Match[str], node: ScalarNode, path: str) -> str:
-        name, message = match[1], match[2]
-        if name in self._secrets:
-            text = f"${{{name}}} is a secret: its value would land in the spec"
-            self._report(node, text, path, code="secret-value")
-            return ""
-        value = self._environ.get(name)
-        if value is None or (message is not None and not value):
-            state = "not set" if value is None else "empty"
-            text = f"variable {name} is {state}" + (f": {message}" if message else "")
-            self._report(node, text, path, f"export {name}=...")
-            return ""
-        if "${" in value:
-            # A reader of the rendered spec would fill it in again.
-            self._report(node, f"variable {name} holds ${{ itself", path)
-        return value
-
-    def _report(
-        self,
-        node: ScalarNode,
-        message: str,
-        path: str,
-        suggestion: str = "",
-        *,
-        code: str = "variable",
-    ) -> None:
-        self._findings.append(
-            Finding(node.place, code, message, path=path, suggestion=suggestion, blocking=True)
-        )
+    tree = filled(root, "")
+    assert isinstance(tree, MapNode)
+    return tree
 
 
 def origin(layered: Layered, files: SpecFiles, location: Location) -> str:
@@ -282,20 +259,17 @@ def origin(layered: Layered, files: SpecFiles, location: Location) -> str:
         return "default"
     if place.file == SET_FILE:
         return f"{SET_FILE} {files.overrides[place.line - 1]}"
-    return f"{place.file}:{place.line}{_layer(files, Path(place.file))}"
+    file, layer = Path(place.file), ""
+    if files.placement is not None and file == files.placement:
+        layer = " (placement)"
+    elif files.profile and file == profile_path(files.path, files.profile):
+        layer = f" (profile {files.profile})"
+    return f"{place.file}:{place.line}{layer}"
 
 
 def origins(layered: Layered, files: SpecFiles, resolved: Mapping[str, Any]) -> dict[str, str]:
     """Return the origin of every value by its path, with names for the items of named lists."""
     return {path: origin(layered, files, at) for path, at in _leaves(resolved, (), "")}
-
-
-def _layer(files: SpecFiles, file: Path) -> str:
-    if files.placement is not None and file == files.placement:
-        return " (placement)"
-    if files.profile and file == profile_path(files.path, files.profile):
-        return f" (profile {files.profile})"
-    return ""
 
 
 def _leaves(value: Any, at: Location, path: str) -> list[tuple[str, Location]]:

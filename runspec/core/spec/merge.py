@@ -10,19 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from runspec.core.spec.findings import Finding, Place, replacing
 from runspec.core.spec.schema import Block, RunSpec
 from runspec.core.spec.schema_fields import (
     blocks_in,
     close_match,
-    is_nullable,
     keys_of,
     named_item,
     suggest_key,
 )
-from runspec.core.spec.yaml_nodes import Entry, ListNode, MapNode, Node, ScalarNode, object_name
+from runspec.core.spec.yaml_nodes import (
+    Entry,
+    ListNode,
+    MapNode,
+    Node,
+    ScalarNode,
+    named_entries,
+    object_name,
+)
 
 EMPTY = MapNode({}, Place("", 1, 1))
 _OBJECTS = {
@@ -63,7 +70,7 @@ class _Merger:
     def value(self, base: Node | None, overlay: Node, annotation: Any, path: str) -> Node | None:
         """Return `overlay` merged over `base`; None if it deletes."""
         if isinstance(overlay, ScalarNode) and overlay.value is None:
-            return overlay if is_nullable(annotation) else None
+            return overlay if type(None) in get_args(annotation) else None
         if item := named_item(annotation):
             return self._named_list(base, overlay, item, path)
         if isinstance(overlay, MapNode):
@@ -106,68 +113,45 @@ class _Merger:
     def _named_list(
         self, base: Node | None, overlay: Node, block: type[Block], path: str
     ) -> Node | None:
-        if isinstance(overlay, MapNode):
-            named = self._items_of_map(overlay, path)
-        elif isinstance(overlay, ListNode) and overlay.items:
-            named = self._items_of_list(overlay, path)
-        else:
+        if not isinstance(overlay, MapNode) and not (
+            isinstance(overlay, ListNode) and overlay.items
+        ):
             return overlay  # the empty list, or a value that validation refuses
         below = base.items if isinstance(base, ListNode) else ()
         items: dict[str | Place, Node] = {object_name(old) or old.place: old for old in below}
         known = [name for name in items if isinstance(name, str)]
-        for name, place, item in named:
-            key = name or place
-            if item is None:
-                self._delete(items, name, place, path)
-            elif isinstance(item, MapNode):
+        seen: dict[str, Place] = {}
+        for name, place, item in named_entries(overlay):
+            key, inner = name or place, _join(path, name or "?")
+            if name and name in seen:
+                message = f"the name {name!r} twice, first in line {seen[name].line}"
+                self._report(place, "duplicate-name", path, message)
+                continue
+            seen[name] = place
+            if isinstance(overlay, MapNode):
+                if isinstance(item, ScalarNode) and item.value is None:
+                    if items.pop(name, None) is None:
+                        match = close_match(name, [object_name(each) for each in items.values()])
+                        hint = f"did you mean {match}?" if match else ""
+                        self._report(place, "unknown-name", path, f"no {name!r} to delete", hint)
+                    continue
+                if not isinstance(item, MapNode):
+                    self._report(item.place, "wrong-type", inner, "a map or null was expected")
+                    continue
+                if object_name(item) not in ("", name):
+                    message = f"is called {object_name(item)!r} inside"
+                    self._report(item.place, "bad-value", inner, message)
+                named = Entry(place, ScalarNode(name, place, plain=False))
+                item = MapNode({**item.entries, "name": named}, item.place)
+            if isinstance(item, MapNode):
                 old = items.get(key)
                 if known and name and old is None:
                     self._new_names.append(NewName(place, path, name, known))
-                inner = _join(path, name or "?")
                 below_it = old if isinstance(old, MapNode) else EMPTY
                 items[key] = self.maps(below_it, item, (block,), inner)
             else:
                 items[key] = item  # not an object: validation reports it
         return ListNode(tuple(items.values()), overlay.place)
-
-    def _delete(self, items: dict[str | Place, Node], name: str, place: Place, path: str) -> None:
-        if items.pop(name, None) is None:
-            match = close_match(name, [object_name(item) for item in items.values()])
-            hint = f"did you mean {match}?" if match else ""
-            self._report(place, "unknown-name", path, f"no {name!r} to delete", hint)
-
-    def _items_of_list(self, overlay: ListNode, path: str) -> list[tuple[str, Place, Node | None]]:
-        result: list[tuple[str, Place, Node | None]] = []
-        seen: dict[str, Place] = {}
-        for item in overlay.items:
-            name = object_name(item)
-            if name and name in seen:
-                message = f"the name {name!r} twice, first in line {seen[name].line}"
-                self._report(item.place, "duplicate-name", path, message)
-                continue
-            seen[name] = item.place
-            result.append((name, item.place, item))
-        return result
-
-    def _items_of_map(self, overlay: MapNode, path: str) -> list[tuple[str, Place, Node | None]]:
-        result: list[tuple[str, Place, Node | None]] = []
-        for name, entry in overlay.entries.items():
-            item = entry.value
-            if isinstance(item, MapNode):
-                if object_name(item) not in ("", name):
-                    message = f"is called {object_name(item)!r} inside"
-                    self._report(item.place, "bad-value", _join(path, name), message)
-                key = Entry(entry.key_place, ScalarNode(name, entry.key_place, plain=False))
-                result.append(
-                    (name, entry.key_place, MapNode({**item.entries, "name": key}, item.place))
-                )
-            elif isinstance(item, ScalarNode) and item.value is None:
-                result.append((name, entry.key_place, None))
-            else:
-                self._report(
-                    item.place, "wrong-type", _join(path, name), "a map or null was expected"
-                )
-        return result
 
     def _report(
         self, place: Place, code: str, path: str, message: str, suggestion: str = ""

@@ -50,11 +50,6 @@ def named_item(annotation: Any) -> type[Block] | None:
     return block if block is not None and "name" in keys_of(block) else None
 
 
-def is_nullable(annotation: Any) -> bool:
-    """Return whether an annotation allows null."""
-    return type(None) in get_args(annotation)
-
-
 def close_match(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the known word that is most similar to `word`; None if none is similar.
 
@@ -132,7 +127,7 @@ def field_at(path: str) -> SchemaField | None:
     known, steps = schema_fields(), path.split(".")
     for end in range(len(steps), 0, -1):
         if found := _match(known, steps[:end]):
-            return found if end == len(steps) or _holds_more(found) else None
+            return found if end == len(steps) or get_origin(found.annotation) is dict else None
     return None
 
 
@@ -147,11 +142,6 @@ def _match(known: dict[str, SchemaField], steps: Sequence[str]) -> SchemaField |
         if at is None:
             return None
     return at
-
-
-def _holds_more(field: SchemaField) -> bool:
-    """Return whether the field is a free map, whose keys are not fields."""
-    return get_origin(field.annotation) is dict
 
 
 def _fields(blocks: tuple[type[Block], ...], prefix: str, *, site: bool) -> Iterator[SchemaField]:

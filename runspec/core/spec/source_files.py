@@ -1,23 +1,21 @@
-"""Local files of a source of problems, in reading order, and the digest of their contents.
+"""Sources of a spec: local files in reading order, the digest of their contents, and parameters.
 
 The linter, the coordinator that sends the files to volunteers, and the sources themselves use these
-functions, so that all agree on the files and their order. Nothing here reads rows.
+functions, so that all agree on the files and their order. Nothing here reads rows or documents.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from functools import lru_cache
 from glob import has_magic
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
-from runspec.core.files import expand_user, read_bounded
+from runspec.core.files import expand_user, read_json
 from runspec.core.hashing import digest_file, hash_parts
 from runspec.core.spec.plugins import SOURCE_GROUP
 from runspec.core.spec.schema import RunSpec, Source
@@ -237,7 +235,9 @@ def _dataset_files(source: Source) -> dict[str, Path]:
     split = source.params.get("split")
     if (root / "dataset_dict.json").exists():
         files["dataset_dict.json"] = _regular(root / "dataset_dict.json", place)
-        splits = _json(files["dataset_dict.json"], place).get("splits")
+        splits = read_json(
+            files["dataset_dict.json"], _MAX_STATE_BYTES, "the list of splits", place=place
+        ).get("splits")
         if not isinstance(splits, list) or split not in splits:
             raise UserError(
                 f"{root} holds the splits {splits}, and split is {split!r}",
@@ -253,7 +253,7 @@ def _dataset_files(source: Source) -> dict[str, Path]:
         )
     state = str(folder / "state.json")
     files[state] = _regular(root / state, place)
-    said = _json(files[state], place)
+    said = read_json(files[state], _MAX_STATE_BYTES, "the list of files", place=place)
     if said.get("_indices_data_files"):
         raise UserError(
             f"{root / state} keeps a selection of rows beside them",
@@ -275,16 +275,6 @@ def _dataset_files(source: Source) -> dict[str, Path]:
     return files
 
 
-def _json(path: Path, place: str) -> dict[str, Any]:
-    try:
-        said = json.loads(read_bounded(path, _MAX_STATE_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {path}: {error}", place=place) from error
-    if not isinstance(said, dict):
-        raise UserError(f"{path} is no JSON object", place=place)
-    return said
-
-
 def _generator(kind: str) -> str:
     """Return name and version of the package that makes the problems of a kind without files."""
     try:
@@ -295,3 +285,40 @@ def _generator(kind: str) -> str:
     points = [point for point in entry_points_of(SOURCE_GROUP) if point.name == kind]
     made_by = points[0].dist if points else None
     return kind if made_by is None else f"{made_by.name} {made_by.version}"
+
+
+COLUMNS = ("text", "messages", "tokens")
+"""Parameters that name the column of a row that is a document: text, a conversation, or token
+ids."""
+_ROW: dict[str, type] = {**dict.fromkeys(COLUMNS, str), "id_offset": int}
+GENERATED: dict[str, type] = dict.fromkeys(("organisms", "reads", "length", "seed"), int)
+"""Parameters of `generated_reads`, which reads no file."""
+PARAMS: dict[str, dict[str, type]] = {
+    "text": {"whole": bool},
+    "jsonl": _ROW,
+    "parquet": _ROW,
+    "fasta": {},
+    "fastq": {},
+    "generated_reads": GENERATED,
+}
+"""Parameters by kind of source, and the type of each."""
+
+
+def is_generated(source: Source) -> bool:
+    """Return whether a source of documents reads no file."""
+    return source.kind == "generated_reads"
+
+
+def column_of(source: Source, kind: str) -> tuple[str, str]:
+    """Return what a source's documents are, one of `COLUMNS`, and the column that holds them.
+
+    Args:
+        source: of documents; of kinds that have no columns the documents are text.
+        kind: of the algorithm; rows without a named column are conversations for `sft`, else text.
+    """
+    named = next((key for key in COLUMNS if key in source.params), None)
+    if named is not None:
+        return named, str(source.params[named])
+    rows = PARAMS.get(source.kind) is _ROW
+    usual = "messages" if rows and kind == "sft" else "text"
+    return usual, usual

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
 from runspec.core.spec.fields import NAME_PATTERN, NAME_WORDS, Block, UnitError
-from runspec.core.spec.findings import Edit, Finding, Number, Place, replacing
+from runspec.core.spec.findings import Finding, Number, Place, replacing
 from runspec.core.spec.schema import SUPERVISED, RunSpec, Verify
 from runspec.core.spec.schema.training import DEFAULT_KIND
 from runspec.core.spec.schema_fields import close_match, field_at, schema_fields
@@ -28,7 +29,7 @@ from runspec.core.spec.yaml_nodes import (
     resolve_scalar,
     value_at,
 )
-from runspec.core.spec.yaml_text import Reading, other_reading
+from runspec.core.spec.yaml_text import other_reading
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -87,19 +88,14 @@ def _misplaced(root: MapNode) -> Iterator[Finding]:
     """Find the values that runs of this `algorithm.kind` have no use for, but for defaults."""
     kind = _algorithm_kind(root)
     for path in _OTHERS.get(kind, ()):
-        unused = _unused(path)
+        # The value that `runspec render` writes where a kind has no use for a path.
+        unused = schema_fields()[path.replace("*", "<name>")].default
+        if isinstance(unused, Block):
+            none = {"validators": 0} if isinstance(unused, Verify) else {}
+            unused = unused.model_dump(mode="json", by_alias=True) | none
         for place, shown, node in _places(root, tuple(path.split(".")), ""):
             if not _agrees(to_python(node), unused):
                 yield _not_of(kind, place, shown)
-
-
-def _unused(path: str) -> Any:
-    """Return the value that `runspec render` writes where a kind has no use for a path."""
-    default = schema_fields()[path.replace("*", "<name>")].default
-    if not isinstance(default, Block):
-        return default
-    none = {"validators": 0} if isinstance(default, Verify) else {}
-    return default.model_dump(mode="json", by_alias=True) | none
 
 
 def _agrees(value: Any, default: Any) -> bool:
@@ -245,16 +241,13 @@ def schema_finding(root: MapNode, error: Any) -> Finding:
     if context.get("pattern") == NAME_PATTERN:
         message = f"a name was expected: {NAME_WORDS}"
     code = "unit" if isinstance(context.get("error"), UnitError) else "bad-value"
-    numbers, requires = _bound(path.rpartition(".")[2], to_python(node), context)
+    name, value = path.rpartition(".")[2], to_python(node)
+    numbers: dict[str, Number] = {}
+    requires = ""
+    for bound, sign in _BOUNDS.items():
+        if bound in context and isinstance(value, int | float):
+            numbers, requires = {name: value}, f"{name} {sign} {context[bound]:g}"
     return finding(code, f"{message}, got {got}", path, numbers=numbers, requires=requires)
-
-
-def _bound(name: str, value: Any, context: dict[str, Any]) -> tuple[dict[str, Number], str]:
-    """Return the measured number and the violated bound; both empty for other errors."""
-    for kind, sign in _BOUNDS.items():
-        if kind in context and isinstance(value, int | float):
-            return {name: value}, f"{name} {sign} {context[kind]:g}"
-    return {}, ""
 
 
 def _shown(node: Node) -> str:
@@ -281,20 +274,32 @@ def _ambiguous_type(node: Node, kind: str, path: str) -> Finding | None:
     written = node.place.written
     if not isinstance(node, ScalarNode) or kind not in _WANTED or not written or "${" in written:
         return None
+    is_text, wanted, text = kind == "string_type", _WANTED[kind], None
     reading = other_reading(written) if node.plain else None
-    if reading is not None and (kind == "string_type" or type(reading) in _WANTED[kind]):
-        return _otherwise(node, kind, path, reading)
-    text = _retyped(node, kind)
-    if text is None:
-        return None
-    hint = "put it in quotes" if node.plain else "leave the quotes out"
+    if reading is not None and (is_text or type(reading) in wanted):
+        code, got = _AMBIGUOUS, f"{_read(node)}; YAML 1.1 reads {_as_yaml(reading)}"
+        text = _quoted(written) if is_text else _as_yaml(reading)
+        hint = f"write {text}"
+        if not is_text and ":" in written:
+            text = None  # 12:30 may be minutes, hours or no time: only the writer knows
+    else:
+        # The same characters may have the expected type with quotes, or without them.
+        code, got = "wrong-type", _raw(node)
+        hint = "put it in quotes" if node.plain else "leave the quotes out"
+        if is_text and node.plain and isinstance(node.value, bool | int | float):
+            text = _quoted(written)
+        elif not is_text and not node.plain and isinstance(node.value, str):
+            with suppress(ValueError):
+                text = node.value if type(resolve_scalar(node.value)) in wanted else None
+        if text is None:
+            return None
     return Finding(
         node.place,
-        "wrong-type",
-        f"{_EXPECTED[kind]} was expected, got {_raw(node)}",
+        code,
+        f"{_EXPECTED[kind]} was expected, got {got}",
         path=path,
         suggestion=hint,
-        fix=replacing(node.place, text),
+        fix=None if text is None else replacing(node.place, text),
         blocking=True,
     )
 
@@ -319,37 +324,6 @@ def _ambiguous_scalars(root: MapNode) -> Iterator[Finding]:
             suggestion=f"write {text}",
             fix=replacing(node.place, text),
         )
-
-
-def _otherwise(node: ScalarNode, kind: str, path: str, reading: Reading) -> Finding:
-    written = node.place.written
-    edit: Edit | None = None
-    if kind == "string_type":
-        hint, edit = f"write {_quoted(written)}", replacing(node.place, _quoted(written))
-    else:
-        hint = f"write {_as_yaml(reading)}"
-        # 12:30 may be minutes, hours or no time: only the writer knows.
-        edit = replacing(node.place, _as_yaml(reading)) if ":" not in written else None
-    message = (
-        f"{_EXPECTED[kind]} was expected, got {_read(node)}; YAML 1.1 reads {_as_yaml(reading)}"
-    )
-    return Finding(
-        node.place, _AMBIGUOUS, message, path=path, suggestion=hint, fix=edit, blocking=True
-    )
-
-
-def _retyped(node: ScalarNode, kind: str) -> str | None:
-    """Return the same characters as the expected type; None if that is impossible."""
-    if kind == "string_type":
-        is_other = node.plain and isinstance(node.value, bool | int | float)
-        return _quoted(node.place.written) if is_other else None
-    if node.plain or not isinstance(node.value, str):
-        return None
-    try:
-        value = resolve_scalar(node.value)
-    except ValueError:
-        return None
-    return node.value if type(value) in _WANTED[kind] else None
 
 
 def _scalars(node: Node, path: str) -> Iterator[tuple[str, ScalarNode]]:

@@ -86,6 +86,17 @@ def object_name(node: Node) -> str:
     return text_at(node, "name")
 
 
+def named_entries(node: Node) -> list[tuple[str, Place, Node]]:
+    """Return name, place and node of each item of a list of named maps, or of a map by name.
+
+    The name is empty for an item that has none.
+    """
+    if isinstance(node, MapNode):
+        return [(name, entry.key_place, entry.value) for name, entry in node.entries.items()]
+    items = node.items if isinstance(node, ListNode) else ()
+    return [(object_name(item), item.place, item) for item in items]
+
+
 @dataclass(frozen=True)
 class Document:
     """Root node of a file, None if the file is empty or broken, and its findings."""

@@ -8,30 +8,30 @@ nobody means text by them.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import date
 from typing import Any
+
+import yaml
 
 from runspec.core.spec.yaml_nodes import ScalarValue, resolve_scalar
 
-# Only _ANY is compiled at import: most specs have no such scalar.
-_BOOL = r"[yYnN]|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF"
-_TRUE = ("y", "yes", "on")
+_BOOL = {**dict.fromkeys("yY", True), **dict.fromkeys("nN", False)}
+"""Readings of YAML 1.1 that PyYAML leaves out."""
 _LEADING_ZERO = r"[-+]?0[0-9_]+"
-_OCTAL = r"[-+]?0[0-7_]+"
-_BINARY = r"[-+]?0b_*[01][01_]*"
-_INTEGER = r"[-+]?(0x_*[0-9a-fA-F][0-9a-fA-F_]*|[1-9][0-9_]*)"
-_FLOAT = r"[-+]?[0-9][0-9_]*\.[0-9_]*([eE][-+][0-9]+)?"
-_SEXAGESIMAL = r"([-+]?)([0-9]+(?::[0-5]?[0-9])+(?:\.[0-9]*)?)"
 _DATE = r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt ].{1,40})?"
 _ANY = re.compile(r"[yYnNoO].{0,2}|[-+]?0[0-9_b].*|[-+]?[0-9][0-9a-fA-Fx.]*[_:].*|[0-9]{4}-.*")
-"""Matches whatever the other patterns match, and nearly nothing else in a spec."""
+"""Matches what YAML 1.1 may read otherwise, and nearly nothing else in a spec."""
 MAX_CHARACTERS = 64
 
 Reading = bool | int | float | str
 Comment = Callable[[tuple[str | int, ...]], str]
 """Returns the comment behind a scalar, or behind a list on one line, by its keys and indices."""
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./@+=()<>-]*(?:[ :][A-Za-z0-9_./@+=()<>-]+)*")
+_COLON = re.compile(r'[^"]*:')
 _INDENT = "  "
 
 
@@ -42,41 +42,21 @@ def other_reading(text: str) -> Reading | None:
     """
     if len(text) > MAX_CHARACTERS or not _ANY.fullmatch(text):
         return None
-    if re.fullmatch(_BOOL, text):
-        return text.lower() in _TRUE
-    bare = text.replace("_", "")
-    if re.fullmatch(_LEADING_ZERO, text):
-        return _leading_zero(text, bare)
-    if re.fullmatch(_BINARY, text):
-        return int(bare, 2)
-    if "_" in text and re.fullmatch(_INTEGER, text):
-        return int(bare, 0)
-    if "_" in text and re.fullmatch(_FLOAT, text):
-        return float(bare)
-    if match := re.fullmatch(_SEXAGESIMAL, text):
-        return _sexagesimal(match[1], match[2])
-    return "a date" if re.fullmatch(_DATE, text) else None
+    if text in _BOOL:
+        return _BOOL[text]
+    try:
+        value = yaml.safe_load(text)  # PyYAML reads by YAML 1.1
+    except (ValueError, yaml.YAMLError):
+        value = text
+    if isinstance(value, date) or re.fullmatch(_DATE, text):
+        return "a date"
+    if value == text:  # a number such as 08 is text
+        return f"the text '{text}'" if re.fullmatch(_LEADING_ZERO, text) else None
+    same = "_" not in text and value == resolve_scalar(text)
+    return None if same or not isinstance(value, Reading) else value
 
 
-def _leading_zero(text: str, bare: str) -> Reading | None:
-    if not re.fullmatch(_OCTAL, text):
-        return f"the text '{text}'"
-    value = int(bare, 8)
-    return None if "_" not in text and value == int(bare) else value
-
-
-def _sexagesimal(sign: str, digits: str) -> Reading:
-    value: int | float = 0
-    for part in digits.split(":"):
-        value = value * 60 + (float(part) if "." in part else int(part))
-    return -value if sign == "-" else value
-
-
-def _no_comment(path: tuple[str | int, ...]) -> str:
-    return ""
-
-
-def to_yaml(value: Mapping[str, Any], comment: Comment = _no_comment) -> str:
+def to_yaml(value: Mapping[str, Any], comment: Comment = lambda path: "") -> str:
     """Return a document in block style, in the order of the maps; lists of scalars on one line."""
     return "".join(f"{line}\n" for line in _map(value, "", (), comment))
 
@@ -93,65 +73,43 @@ def yaml_scalar(value: ScalarValue) -> str:
         text = repr(value)
         # YAML 1.1 takes 1e-06 for text: it requires the point.
         return text.replace("e", ".0e") if "e" in text and "." not in text else text
-    return value if _is_plain(value) else _quoted(value)
-
-
-def _is_plain(text: str) -> bool:
-    if not _PLAIN.fullmatch(text):
-        return False
-    try:
-        return resolve_scalar(text) == text and other_reading(text) is None
-    except ValueError:  # an integer that is too long
-        return False
+    if _PLAIN.fullmatch(value):
+        with suppress(ValueError):  # an integer that is too long
+            if resolve_scalar(value) == value and other_reading(value) is None:
+                return value
+    return _quoted(value)
 
 
 def _quoted(text: str) -> str:
-    return '"' + "".join(_escaped(c) for c in text) + '"'
-
-
-def _escaped(character: str) -> str:
-    if character in '"\\':
-        return f"\\{character}"
-    if character == "\n":
-        return "\\n"
-    if character.isprintable():
-        return character
-    return f"\\U{ord(character):08x}"
+    quoted = json.dumps(text, ensure_ascii=False)  # JSON is a subset of YAML 1.2
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
 
 
 def _map(
     value: Mapping[str, Any], indent: str, path: tuple[str | int, ...], comment: Comment
 ) -> Iterator[str]:
     for key, item in value.items():
-        yield from _entry(f"{indent}{yaml_scalar(key)}:", item, indent, (*path, key), comment)
-
-
-def _entry(
-    head: str, item: Any, indent: str, path: tuple[str | int, ...], comment: Comment
-) -> Iterator[str]:
-    if isinstance(item, Mapping) and item:
-        yield head
-        yield from _map(item, indent + _INDENT, path, comment)
-    elif isinstance(item, list | tuple) and any(isinstance(i, Mapping) for i in item):
-        yield head
-        for number, element in enumerate(item):
-            lines = _map(element, indent + 2 * _INDENT, (*path, number), comment)
-            for first, line in enumerate(lines):
-                yield line if first else f"{indent}{_INDENT}- {line.lstrip()}"
-    else:
-        # A line break would end the comment.
-        said = "".join(c if c.isprintable() else "?" for c in comment(path))
-        yield f"{head} {_on_one_line(item)}" + (f"  # {said}" if said else "")
+        head, at = f"{indent}{yaml_scalar(key)}:", (*path, key)
+        if isinstance(item, Mapping) and item:
+            yield head
+            yield from _map(item, indent + _INDENT, at, comment)
+        elif isinstance(item, list | tuple) and any(isinstance(i, Mapping) for i in item):
+            yield head
+            for number, element in enumerate(item):
+                lines = _map(element, indent + 2 * _INDENT, (*at, number), comment)
+                for first, line in enumerate(lines):
+                    yield line if first else f"{indent}{_INDENT}- {line.lstrip()}"
+        else:
+            # A line break would end the comment.
+            behind = "".join(c if c.isprintable() else "?" for c in comment(at))
+            yield f"{head} {_on_one_line(item)}" + (f"  # {behind}" if behind else "")
 
 
 def _on_one_line(item: Any) -> str:
     if isinstance(item, Mapping):
         return "{}"
-    if isinstance(item, Sequence) and not isinstance(item, str):
-        return f"[{', '.join(_in_flow(i) for i in item)}]"
-    return yaml_scalar(item)
-
-
-def _in_flow(item: Any) -> str:
-    text = yaml_scalar(item)
-    return _quoted(text) if isinstance(item, str) and ":" in text and text[0] != '"' else text
+    if isinstance(item, str) or not isinstance(item, Sequence):
+        return yaml_scalar(item)
+    texts = (yaml_scalar(each) for each in item)
+    # In a list, text with a colon could be read as a map.
+    return f"[{', '.join(_quoted(t) if _COLON.match(t) else t for t in texts)}]"

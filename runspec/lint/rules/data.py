@@ -7,12 +7,18 @@ from collections.abc import Iterator
 from typing import Literal
 
 from runspec.core.errors import UserError
-from runspec.core.spec.documents import COLUMNS, GENERATED, PARAMS, is_generated
 from runspec.core.spec.islands import members
 from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.schema import Data, Source
 from runspec.core.spec.schema_fields import close_match
-from runspec.core.spec.source_files import ROW_KINDS, whole_uri
+from runspec.core.spec.source_files import (
+    COLUMNS,
+    GENERATED,
+    PARAMS,
+    ROW_KINDS,
+    is_generated,
+    whole_uri,
+)
 from runspec.core.spec.source_files import source_files as files_of
 from runspec.lint.registry import Context, Violation, Violations, relation, rule
 from runspec.lint.tokenizer_files import TokenizerFiles

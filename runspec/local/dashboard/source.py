@@ -36,10 +36,15 @@ from verify.coordinator.ledger.store import NoLedger
 from verify.coordinator.machine.events import Event
 from verify.coordinator_http import CoordinatorHttp, SubmissionRefused
 from verify.formats.evaluation import Evaluated, Figure
-from verify.formats.joining import MAX_SIGNED_SPEC_BYTES, open_spec
+from verify.formats.joining import (
+    MAX_PIECE_BYTES,
+    MAX_ROW_BYTES,
+    MAX_SIGNED_SPEC_BYTES,
+    TOKENIZER_FILE,
+    open_spec,
+)
 from verify.formats.submission import largest_accepted_bytes
 from verify.formats.verdict import MAX_BYTES as MAX_VERDICT_BYTES
-from verify.formats.viewing import MAX_PIECE_BYTES, MAX_ROW_BYTES, TOKENIZER_FILE
 
 EVENTS = 40
 """Newest events of roles that the page shows."""

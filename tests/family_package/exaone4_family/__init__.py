@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig, check_sizes
+from runspec.core.models.config import ModelConfig, check_sizes, parse_rope
 from runspec.core.models.family import Family, Row, layer_rows
-from runspec.core.models.rope_scaling import parse_rope
 
 OUTPUT_GAIN = 0.1
 TABLE = (

@@ -1,10 +1,11 @@
-"""A small fake of a Kubernetes API server: objects by path, pods of a JobSet, logs and exec."""
+"""Stand-ins for clusters: a Kubernetes API server (objects, pods, logs, exec), Slurm's commands."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import json
+import os
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -196,3 +197,13 @@ def _selected(request: web.Request, metadata: Mapping[str, Any]) -> bool:
 
 def _status(code: int, message: str) -> web.Response:
     return web.json_response({"kind": "Status", "message": message}, status=code)
+
+
+def cluster(folder: Path, commands: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a job's script, in which stand-ins come first."""
+    folder.mkdir(exist_ok=True)
+    for name, text in commands.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    return {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "PATH": path}

@@ -16,9 +16,15 @@ import sys
 import time
 from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
+
+from tests.harness import SMALL, TARGET_SHORT
+from tests.runspec.cli.in_process import runspec
 
 Object = dict[str, Any]
 BIN = Path(sys.executable).parent
@@ -306,3 +312,19 @@ def _ip(*words: str) -> None:
 def _expanded(word: str, env: Mapping[str, str]) -> str:
     """A word of a command with $(NAME) replaced, as Kubernetes does it."""
     return re.sub(r"\$\((\w+)\)", lambda found: env.get(found[1], found[0]), word)
+
+
+@contextmanager
+def on_cluster(folder: Path, overrides: Mapping[str, Any]) -> Iterator[FakeKubelet]:
+    """The laptop profile as `runspec render` writes it, before anything is started."""
+    values = {**SMALL, **overrides, "placement.kubernetes.image": "runspec:test"}
+    words = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
+    where = ("-o", folder / "manifests", "--runs-dir", folder / "runs")
+    done = runspec(
+        *("render", TARGET_SHORT, "--profile", "laptop", *words),
+        *("--backend", "kubernetes", *where),
+    )
+    assert done.returncode == 0, done.stderr
+    [made] = (folder / "manifests").iterdir()
+    with FakeKubelet(list(yaml.safe_load_all(made.read_text())), folder / "kubelet") as kubelet:
+        yield kubelet

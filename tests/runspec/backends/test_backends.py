@@ -32,9 +32,8 @@ from runspec.local.bundle import decode_bundle
 from runspec.local.run_view import look_at
 from runspec.local.site import groups_of
 from tests.harness import ROOT, TARGET_SHORT
-from tests.runspec.backends.cluster_run import on_cluster
-from tests.runspec.backends.fake_api_server import FakeApiServer, fake_api_server
-from tests.runspec.backends.stand_ins import cluster
+from tests.runspec.backends.fake_api_server import FakeApiServer, cluster, fake_api_server
+from tests.runspec.backends.fake_kubelet import on_cluster
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.local.fake_run import small_spec
 

@@ -10,10 +10,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from runspec.core.canonical import MAX_DEPTH, MalformedJson, canonical_json, parse_object
 from runspec.core.hashing import hash_parts
-from runspec.core.invite import make_invite, open_invite, use_invite
 from runspec.core.keys import SigningKey, is_public_key, signature_is_valid
 from runspec.core.latest import Latest, open_latest, sign_latest
-from runspec.core.roles import Roles, open_roles, sign_roles
+from runspec.core.roles import Roles, make_invite, open_invite, open_roles, sign_roles, use_invite
 from runspec.core.signed import BadSignature, SignedDocument, open_document, sign_document
 from tests.weak_keys import PRIME, WEAK_KEYS, WeakKey
 
@@ -144,9 +143,9 @@ def test_roles_open_under_the_pinned_root_and_minutes_of_clock_skew():
         (roles(run="other"), "not for run"),
         (roles(1000.0), "expired"),
         (roles(time.time() + DAY), "future"),
-        (sign_document("roles", {"run": "run"}, ROOT), "not for run"),
+        (sign_document("roles", {"run": "run"}, ROOT), "issued: Field required"),
         (sign_document("roles", UNNAMED, ROOT), "exactly"),
-        (sign_document("roles", UNNAMED | {"expires": HUGE}, ROOT), "numbers"),
+        (sign_document("roles", UNNAMED | {"expires": HUGE}, ROOT), "expires: "),
     ],
 )
 def test_roles_that_must_not_be_believed(data, message):
@@ -168,17 +167,17 @@ def test_latest_opens_for_its_publisher():
     ("change", "message"),
     [
         ({"run": "other"}, "of run 'other', not 'run'"),
-        ({"version": -1}, "malformed"),
-        ({"version": True}, "malformed"),
-        ({"manifest_digest": "../../etc"}, "malformed"),
-        ({"expires": "soon"}, "numbers"),
-        ({"expires": HUGE}, "numbers"),
-        ({"expires": 2**53}, "numbers"),
-        ({"issued": True}, "numbers"),
-        ({"issued": -1}, "numbers"),
+        ({"version": -1}, "version: Input should be greater"),
+        ({"version": True}, "version: Input should be a valid integer"),
+        ({"manifest_digest": "../../etc"}, "manifest_digest: 64 hex characters are needed"),
+        ({"expires": "soon"}, "expires: "),
+        ({"expires": HUGE}, "expires: "),
+        ({"expires": 2**53}, "expires: "),
+        ({"issued": True}, "issued: "),
+        ({"issued": -1}, "issued: "),
         ({"issued": 0.0, "expires": 1.0}, "expired"),
         ({"issued": time.time() + DAY, "expires": time.time() + 2 * DAY}, "future"),
-        ({"more": 1}, "unexpected"),
+        ({"more": 1}, "more: Unexpected"),
     ],
 )
 def test_latest_that_must_not_be_believed(change, message):
@@ -229,7 +228,7 @@ def test_only_numbers_below_the_prime_are_keys_and_all_that_we_make_are():
 @weak
 def test_no_role_is_given_to_a_weak_key(public_hex):
     data = sign_roles("run", {**HELD, "validator": [public_hex]}, ROOT, valid_s=60.0)
-    with pytest.raises(BadSignature, match="validator must be a list of public keys"):
+    with pytest.raises(BadSignature, match=r"roles\.validator\.0: a public key is needed"):
         open_it(data)
     with pytest.raises(BadSignature, match="does not match"):
         open_roles(roles(root=WeakKey(public_hex)), root_public_key=public_hex, run="run")
@@ -243,5 +242,5 @@ def test_no_invite_names_a_weak_key(public_hex):
     fields = {"run": "run", "key": public_hex, "pool": None, "uses": 1, "expires": 2.0**40}
     used["document"] = sign_document("invite", fields, KEY).decode()
     used["proof"] = sign_document("invited", {"worker": worker}, WeakKey(public_hex)).decode()
-    with pytest.raises(BadSignature, match="invite: run or key is malformed"):
+    with pytest.raises(BadSignature, match="invite: key: a public key is needed"):
         open_invite(used, run="run", worker=worker, coordinators={KEY.public_hex}, now=0.0)

@@ -14,7 +14,7 @@ from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from tests.runspec.core.spec.spec_files import EXAMPLES, find
 from tests.verify.profiles import ROOT, document, made_profile
-from verify.pool_limits import limits_by_pool
+from verify.profile import limits_by_pool
 from verify.thresholds import FLOAT32
 
 SPEC = f"""\

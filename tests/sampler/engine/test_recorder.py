@@ -20,8 +20,7 @@ from sampler.engine.recorder import (
     select_largest,
 )
 from sampler.engine.requests import split_recorded
-from verify.toploc.codec import build_proofs, build_proofs_of
-from verify.toploc.selection import CHUNK_ROWS, TOP_K, select
+from verify.toploc.codec import CHUNK_ROWS, TOP_K, build_proofs, build_proofs_of, select
 
 SLOTS, LONGEST, HIDDEN = 4, 100, 8
 

@@ -298,7 +298,7 @@ def test_a_path_that_names_no_rows_says_why(tmp_path, kind, uri, params, message
         ({"_data_files": [{"filename": "../rows.arrow"}]}, "lists '../rows.arrow', no file name"),
         ({"_data_files": [{"filename": "gone.arrow"}]}, "cannot read .*gone.arrow"),
         ({"_indices_data_files": [{"filename": "i.arrow"}]}, "keeps a selection of rows"),
-        ([], "is no JSON object"),
+        ([], "not a JSON object"),
     ],
 )
 def test_a_dataset_whose_index_is_wrong_is_named(tmp_path, state, message):

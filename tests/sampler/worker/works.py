@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from runspec.core.errors import UserError
-from runspec.core.invite import make_invite
 from runspec.core.keys import SigningKey
+from runspec.core.roles import make_invite
 from runspec.core.spec.schema import RunSpec
 from sampler.engine.engine import EngineDied
 from sampler.engine.requests import GenerationAborted, LoadReport, NoVersion, Sampled, SampleRequest
@@ -25,7 +25,7 @@ from tests.waiting import eventually
 from verify.client import CoordinatorClient
 from verify.formats.submission import Rollout, decode_rollouts
 from verify.plugins import Graded, GradeItem, Problem
-from verify.toploc.selection import select, split
+from verify.toploc.codec import select, split
 
 LOG = logging.getLogger("worker")
 LENGTH = 8

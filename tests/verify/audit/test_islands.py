@@ -21,6 +21,7 @@ from tests.verify.coordinator.documents import documents_spec
 from tests.verify.coordinator.filled import digest
 from tests.verify.coordinator.island_run import island, offer, outer, with_islands
 from tests.verify.coordinator.over_http import polled
+from verify.formats.batch import RowRange, open_ranges, sign_ranges
 from verify.formats.islands import (
     CommitRecord,
     Contribution,
@@ -30,7 +31,6 @@ from verify.formats.islands import (
     sign_commit,
     sign_offer,
 )
-from verify.formats.ranges import RowRange, open_ranges, sign_ranges
 from verify.island_client import Committed
 
 SETTINGS: Fields = {"quorum": 2, "grace": "20ms", "max_norm": 5.0}

@@ -16,10 +16,9 @@ import numpy as np
 from runspec.core.canonical import canonical_json
 from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
-from runspec.core.invite import make_invite
 from runspec.core.keys import SigningKey
 from runspec.core.latest import sign_latest
-from runspec.core.roles import OWN_WORKERS_FILE, sign_roles
+from runspec.core.roles import OWN_WORKERS_FILE, make_invite, sign_roles
 from runspec.core.spec.islands import island_names
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec

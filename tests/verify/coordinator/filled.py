@@ -26,8 +26,8 @@ from verify.coordinator.machine.filling import Close, NonceNeeded
 from verify.coordinator.machine.stalls import Stalled
 from verify.coordinator.machine.state import LeaseRecord, Policy, State
 from verify.coordinator.machine.transitions import recorded
+from verify.coordinator_http import RequestChecker
 from verify.formats.lease import Lease
-from verify.request_auth import RequestChecker
 
 STEADY = settings(stateful_step_count=40, derandomize=True, suppress_health_check=list(HealthCheck))
 """Of the state machines of these tests."""

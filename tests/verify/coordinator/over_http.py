@@ -13,8 +13,8 @@ from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, verdict
 from verify.client import CoordinatorClient, WorkItem
+from verify.coordinator_http import ENVELOPE, sign_request
 from verify.formats.lease import Lease, open_lease
-from verify.request_auth import ENVELOPE, sign_request
 
 T = TypeVar("T")
 

@@ -44,8 +44,8 @@ from verify.coordinator.journal import Journal
 from verify.coordinator.machine import filling
 from verify.coordinator.machine.events import SubmissionReceived, VersionPublished
 from verify.coordinator.machine.state import LeaseRecord
+from verify.coordinator_http import ENVELOPE, sign_request
 from verify.formats.submission import SubmissionEnvelope
-from verify.request_auth import ENVELOPE, sign_request
 
 # -- Too much waits for a verdict ----------------------------------------------------------------
 

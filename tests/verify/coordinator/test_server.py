@@ -26,12 +26,12 @@ from tests.ended_at_once import hears_sigterm_at_once
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec
 from tests.verify.coordinator.over_http import check, granted, post, sample, status
 from verify.client import RunFinished, SubmissionRefused
+from verify.coordinator_http import ENVELOPE, sign_request
 from verify.formats.evaluation import Evaluated, Figure, ProblemResult, open_evaluation
 from verify.formats.evaluation import sign_evaluation as sign
 from verify.formats.lease import lease_digest
 from verify.formats.submission import KIND, max_submission_bytes, open_submission, sign_submission
 from verify.formats.verdict import decode_verdicts
-from verify.request_auth import ENVELOPE, sign_request
 
 
 def test_a_run_from_its_first_lease_to_its_last_batch(site: Site):

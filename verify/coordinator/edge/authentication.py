@@ -21,7 +21,7 @@ from verify.coordinator.edge.limits import AT_ONCE, Limiter, Name
 from verify.coordinator.edge.requests import Refusal
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine.state import Rank
-from verify.request_auth import RequestChecker, SignedRequest, Unauthorised
+from verify.coordinator_http import RequestChecker, SignedRequest, Unauthorised
 
 FORWARDED = "X-Forwarded-For"
 

@@ -25,7 +25,7 @@ from runspec.core.connection_limits import connection_of
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes, is_digest
-from verify.request_auth import ENVELOPE, SignedRequest, Unauthorised
+from verify.coordinator_http import ENVELOPE, SignedRequest, Unauthorised
 
 UPLOAD_TIMEOUT_S = 600.0
 MAX_BODY_BYTES = 64 * 1024

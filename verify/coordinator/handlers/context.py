@@ -18,7 +18,7 @@ from verify.coordinator.edge.requests import Refusal, read_json, send
 from verify.coordinator.handlers.workers import Activity
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine.claims import Claims
-from verify.request_auth import SignedRequest
+from verify.coordinator_http import SignedRequest
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Answer = web.StreamResponse | dict[str, Any] | None

@@ -28,6 +28,7 @@ from verify.coordinator.machine import events, islands
 from verify.coordinator.machine.islands import IslandPolicy, IslandState, IslandTally
 from verify.coordinator.machine.stalls import Stalled, uncommitted
 from verify.coordinator.machine.state import State
+from verify.coordinator_http import SignedRequest
 from verify.formats.batch import open_batch
 from verify.formats.islands import (
     CommitRecord,
@@ -37,7 +38,6 @@ from verify.formats.islands import (
     read_stored,
     sign_commit,
 )
-from verify.request_auth import SignedRequest
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0

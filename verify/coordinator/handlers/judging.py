@@ -36,6 +36,7 @@ from verify.coordinator.machine.verdicts import (
     gap_fault,
     grade_groups,
 )
+from verify.coordinator_http import SignedRequest
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import (
     MAX_BYTES,
@@ -45,7 +46,6 @@ from verify.formats.verdict import (
     open_verdict,
     read_fingerprints,
 )
-from verify.request_auth import SignedRequest
 from verify.thresholds import GapNoise
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from pathlib import Path
 from aiohttp import web
 
 from runspec.core.files import sync_folder
-from runspec.core.invite import open_invite
+from runspec.core.roles import open_invite
 from runspec.core.run_files import SubmissionFiles, submission_files
 from runspec.core.signed import BadSignature
 from verify.coordinator.edge.limits import Limiter, count_new_key

@@ -23,8 +23,8 @@ from runspec.core.spec.schema import Fill, RunSpec
 from verify.coordinator.machine.events import FailedAttempt, GroupGrade, VersionPublished
 from verify.coordinator.machine.islands import IslandPolicy, IslandState
 from verify.coordinator.machine.reputation import Standing, prefill_share
+from verify.formats.batch import rows_per_step
 from verify.formats.lease import Lease
-from verify.formats.ranges import rows_per_step
 from verify.thresholds import GapNoise
 
 

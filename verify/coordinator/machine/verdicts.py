@@ -2,7 +2,7 @@
 
 Only the coordinator sees the verdicts of all validators, so it compares submissions with each
 other. Verdicts have hashes of runs of tokens that no two honest rollouts share
-(`verify.checks.duplicates` has the bound). The coordinator remembers the hashes of accepted
+(`verify.checks.rows` has the bound). The coordinator remembers the hashes of accepted
 rollouts that may still train. It rejects a submission that shares a run with one of them, even if
 the verdict accepts it.
 

@@ -6,9 +6,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from runspec.core.spec.field_docs import field_doc
+from runspec.core.spec.field_docs import DRAFTS, field_doc, json_schema
 from runspec.core.spec.fields import CHANGE_CLASSES
-from runspec.core.spec.json_schema import DRAFTS, json_schema
 from runspec.core.spec.schema_fields import field_at, schema_fields
 from runspec.core.spec.validate import to_python
 from runspec.core.spec.yaml_nodes import parse_yaml
