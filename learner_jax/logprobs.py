@@ -102,7 +102,7 @@ def _by_position(
     positions = targets_by_device.shape[1]
     chunk = min(chunk or chunk_tokens(positions, head.shape[1]), positions)
     plan = _Plan(float(temperature), chunk, mesh, level)
-    with jax.named_scope("vocabulary_head"):  # found by profilers and by `aot`
+    with jax.named_scope("vocabulary_head"):  # found by profilers
         scores = _scores(hidden_by_device, head, targets_by_device, plan)
     return _by_row(scores[0], hidden.shape, mesh), _by_row(scores[1], hidden.shape, mesh)
 
