@@ -58,7 +58,7 @@ BEGIN, END, VOCABULARY = 4, 5, 6
 Tree = Any
 PARALLEL = "data-parallel"
 KINDS: tuple[str, ...] = get_args(Kind)
-BOUNDS = {"float32": 0.01, "float16": 0.003, "int8": 0.003, "int4": 0.01, "sparse": 0.01}
+BOUNDS = {"float32": 0.01, "float16": 0.003, "sparse": 0.01}
 """Largest relative difference in perplexity: of float32 to data-parallel, of others to float32."""
 DEFAULT_RESULTS = Path.home() / ".cache" / "runspec" / "islands_convergence.json"
 OUTER = {"dense": (0.4, 0.7, 1.0), "sparse": (1.0, 2.0, 3.0)}

@@ -42,7 +42,7 @@ def assert_same_end(a: dict[str, Any], b: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def straight(files: Path, tmp_path_factory: pytest.TempPathFactory) -> IslandRun:
     """A run that nothing disturbed; tests/e2e/test_documents.py has one that overlaps."""
-    spec = spec_of(files, steps=STEPS, updates=2, every=2, codec={"kind": "int8"})
+    spec = spec_of(files, steps=STEPS, updates=2, every=2, codec={"kind": "sparse"})
     run = IslandRun(tmp_path_factory.mktemp("straight") / "runs" / "run", spec, files / "tokenizer")
     with run:
         run.train()

@@ -120,7 +120,7 @@ def test_weights_that_make_no_mean_are_refused(weights):
         weighted_mean(vectors(2), weights)
 
 
-@pytest.mark.parametrize("kind", ["float16", "int8", "int4", "sparse"])
+@pytest.mark.parametrize("kind", ["float16", "sparse"])
 def test_what_a_share_lost_is_in_the_next(kind):
     # given a residual, of codecs with feedback
     each, (delta, before) = codec(kind), vectors(2)
@@ -139,17 +139,15 @@ def test_what_a_share_lost_is_in_the_next(kind):
     np.testing.assert_array_equal([delta, before], kept)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "sparse"])
-def test_with_feedback_the_shares_add_up_to_the_deltas(kind):
+def test_with_feedback_the_shares_add_up_to_the_deltas():
     # given the same pseudo-gradient at each of many steps
-    each, (delta,) = codec(kind), vectors(1, n=8192)
+    each, (delta,) = codec("sparse"), vectors(1, n=8192)
     steps, residual, total = 300, None, np.zeros(8192)
     for _ in range(steps):
         data, residual, _ = encode_share(each, delta, residual)
         total += each.decode(data, 8192)
-    # then their mean comes near it; of a sparse share a part of what it leaves out decays
-    error = np.linalg.norm(total / steps - delta) / np.linalg.norm(delta)
-    assert error < {"int8": 1e-4, "int4": 1e-3, "sparse": 0.6}[kind]
+    # then their mean comes near it: a part of what a share leaves out decays
+    assert np.linalg.norm(total / steps - delta) < 0.6 * np.linalg.norm(delta)
 
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}

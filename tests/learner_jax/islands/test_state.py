@@ -300,7 +300,7 @@ def assert_same_state(found: TrainState, expected: TrainState) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_dropped_all_hold_the_same_and_replays_give_the_same_bits(overlap, seed):
     # given islands whose shares are dropped at random, late or while they are away
-    world = World(overlap, "int8", planned(overlap, seed))
+    world = World(overlap, "sparse", planned(overlap, seed))
     ended = together(world)
     # then all hold the same outer state, and what was reported for each step
     arrays = {name: island.arrays() for name, (_, _, _, island) in ended.items()}
@@ -331,7 +331,7 @@ def test_whatever_is_dropped_all_hold_the_same_and_replays_give_the_same_bits(ov
 def test_a_dropped_island_goes_on_from_the_commit_with_zero_moments(overlap):
     plan = {(name, step): "counts" for name in NAMES for step in range(STEPS)}
     plan |= {("b", 3): "late"} | ({("b", 4): "late"} if overlap else {})
-    world = World(overlap, "int8", plan)
+    world = World(overlap, "sparse", plan)
     made = together(world)["b"][0]
     rejoined = 4 + overlap
     state, arrays = made[rejoined]
