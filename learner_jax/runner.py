@@ -26,9 +26,8 @@ from learner_jax.execution import full_float32
 from learner_jax.fingerprint import fingerprint
 from learner_jax.full_states import Start, StateWriter, find_start
 from learner_jax.island_link import IslandLink
-from learner_jax.islands.join import join
+from learner_jax.islands.island import Alone, Island, join
 from learner_jax.islands.joining import Behind, Stopped
-from learner_jax.islands.member import Member
 from learner_jax.learner_run import LearnerRun
 from learner_jax.metrics import Clock
 from learner_jax.recipes import Recipe, Said, Times, recipe_of
@@ -104,7 +103,7 @@ class _Loop:
         programs: Programs,
         recipe: Recipe,
         start: Start,
-        island: Member,
+        island: Island | Alone,
         saver: Saver,
     ) -> None:
         self._run, self._programs, self._recipe = run, programs, recipe

@@ -18,26 +18,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 from blake3 import blake3
 
 from bridge.codecs import SEGMENT, Codec
 from bridge.tensors import tensor_bytes
-
-
-class OuterSpec(Protocol):
-    """Settings of the outer optimizer."""
-
-    @property
-    def lr(self) -> float: ...
-
-    @property
-    def momentum(self) -> float: ...
-
-    @property
-    def nesterov(self) -> bool: ...
+from runspec.core.spec.schema import Outer
 
 
 @dataclass(frozen=True)
@@ -94,7 +81,7 @@ def weighted_mean(shares: Iterable[np.ndarray], weights: Sequence[float]) -> np.
     return mean
 
 
-def outer_update(state: OuterState, gradient: np.ndarray, spec: OuterSpec) -> OuterState:
+def outer_update(state: OuterState, gradient: np.ndarray, spec: Outer) -> OuterState:
     """Return the state after a step.
 
     Args:

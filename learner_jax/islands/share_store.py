@@ -109,10 +109,14 @@ class ShareStore:
             info = manifest.objects[SHARE_FILE]
             names = (layout.chunk_name(self._run, chunk.blake3) for chunk in info.chunks)
             found = b"".join((self._store / name).read_bytes() for name in names)
+            if digest_bytes(found) != info.blake3:
+                raise BadSignature("its chunks are not those that were published")
         except (OSError, KeyError, BadSignature) as error:
-            raise _damaged(path, str(error)) from error
-        if digest_bytes(found) != info.blake3:
-            raise _damaged(path, "its chunks are not those that were published")
+            raise UserError(
+                f"the island's own share cannot be read: {error}",
+                place=str(path),
+                remedy="remove this island's folder and its store, so that it joins anew",
+            ) from error
         return found
 
     def keep(self, since: int) -> None:
@@ -141,14 +145,6 @@ class ShareStore:
             key=self._key,
             roles=self.roles,
         )
-
-
-def _damaged(path: Path, why: str) -> UserError:
-    return UserError(
-        f"the island's own share cannot be read: {why}",
-        place=str(path),
-        remedy="remove this island's folder and its store, so that it joins anew",
-    )
 
 
 def _bytes(data: bytes | np.ndarray) -> memoryview:

@@ -37,7 +37,6 @@ from bridge.flat import FlatLayout
 from learner_jax.corpus.generated import GeneratedReads
 from learner_jax.execution import Execution
 from learner_jax.islands.outer import (
-    OuterSpec,
     OuterState,
     encode_share,
     outer_update,
@@ -48,7 +47,7 @@ from learner_jax.model import abstract_params, bind, init_params
 from learner_jax.optimizer import apply_gradients, build_optimizer, init_state
 from runspec.core.files import write_atomic
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.schema import Optimizer
+from runspec.core.spec.schema import Optimizer, Outer
 
 LOG = logging.getLogger(__name__)
 READ, ROW = 126, 128
@@ -81,15 +80,6 @@ SIZES = {
     "0.1M": Size(64, 2, 5_000_000, 10, (2e-3, 4e-3, 8e-3)),
     "1.3M": Size(128, 6, 10_000_000, 3, (2e-3, 4e-3, 8e-3)),
 }
-
-
-@dataclass(frozen=True)
-class Outer:
-    """The spec's block of the outer optimizer."""
-
-    lr: float
-    momentum: float
-    nesterov: bool = True
 
 
 @dataclass(frozen=True)
@@ -132,7 +122,7 @@ class Campaign:
                 state = trainer.parallel(state, rows)
             theta = trainer.flat(state, 0)
         else:
-            spec = Outer(outer, momentum=0.0 if variant == "sparse" else 0.9)
+            spec = Outer(lr=outer, momentum=0.0 if variant == "sparse" else 0.9)
             theta = trainer.islands(state, data, codec(variant), spec)  # type: ignore[arg-type]
         return trainer.nats(theta, reads(0, self.held_out))
 
@@ -284,7 +274,7 @@ class Trainer:
         return self._updates(state, rows.reshape(1, len(rows), -1, ROW))
 
     def islands(
-        self, state: State, steps: np.ndarray, codec: Codec, outer_spec: OuterSpec
+        self, state: State, steps: np.ndarray, codec: Codec, outer_spec: Outer
     ) -> np.ndarray:
         """Train islands that start as copies of one learner.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -31,7 +31,7 @@ from learner_jax.step import Programs, build_programs, microbatch_bound
 from learner_jax.supervised import supervised_step
 from learner_jax.warm_start import model_config
 from runspec.core.models.family import load_config
-from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.schema import Outer, RunSpec
 from tests.learner_jax.conftest import changed
 from tests.learner_jax.reference import Rollout, inputs_of, make_rollouts
 from tests.learner_jax.test_gradients import CONFIG as DOCUMENT_CONFIG
@@ -51,13 +51,6 @@ pytestmark = pytest.mark.slow
 N = 1000
 
 
-@dataclass(frozen=True)
-class OuterRule:
-    lr: float = 0.7
-    momentum: float = 0.9
-    nesterov: bool = True
-
-
 def vectors(count: int, seed: int = 0, n: int = N) -> list[np.ndarray]:
     return list(np.random.default_rng(seed).standard_normal((count, n)).astype(np.float32))
 
@@ -75,7 +68,7 @@ def test_the_outer_update_is_optax_sgd(lr, momentum, nesterov):
         # when both make their updates
         updates, moments = rule.update(gradient, moments, params)
         params = optax.apply_updates(params, updates)
-        state = outer_update(state, gradient, OuterRule(lr, momentum, nesterov))
+        state = outer_update(state, gradient, Outer(lr=lr, momentum=momentum, nesterov=nesterov))
         # then the parameters are the same
         assert state.theta.dtype == state.momentum.dtype == np.float32
         np.testing.assert_allclose(state.theta, params, rtol=1e-6, atol=1e-6 * np.abs(params).max())
@@ -87,8 +80,8 @@ def test_segments_do_not_show():
 
     def step(part: slice) -> OuterState:
         mean = weighted_mean((share[part] for share in shares), [1.0, 2.0])
-        state = outer_update(OuterState.initial(theta[part]), mean, OuterRule())
-        return outer_update(state, mean, OuterRule())
+        state = outer_update(OuterState.initial(theta[part]), mean, Outer())
+        return outer_update(state, mean, Outer())
 
     # then the second segment is as it is alone
     whole, alone = step(slice(None)), step(slice(SEGMENT, None))
@@ -156,7 +149,7 @@ PLAIN = {"kind": "sgd", "momentum": 0.0, "clip_norm": 1e9}
 """An inner update that is linear in the gradient."""
 
 
-MEAN = OuterRule(1.0, 0.0)
+MEAN = Outer(lr=1.0, momentum=0.0)
 """Takes the mean of the islands' parameters."""
 
 
@@ -375,7 +368,7 @@ def island_losses(directory: Path, data: np.ndarray) -> list[float]:
             shares.append(encode_share(each, delta, None)[0])
             losses.append(result.numbers["loss"])
         decoded = (each.decode(share, layout.size) for share in shares)
-        outer = outer_update(outer, weighted_mean(decoded, [1.0] * ISLANDS), OuterRule())
+        outer = outer_update(outer, weighted_mean(decoded, [1.0] * ISLANDS), Outer())
         means.append(sum(losses) / len(losses))
     return means
 
