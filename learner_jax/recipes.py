@@ -20,9 +20,9 @@ from learner_jax.document_batch import (
     encode_rows,
 )
 from learner_jax.document_records import DocumentRecords
-from learner_jax.feed import BatchFeed, decode_batch, encode_batch
+from learner_jax.feed import BatchFeed, Reader, decode_batch, encode_batch
 from learner_jax.full_states import Start
-from learner_jax.islands.folder import reader_of
+from learner_jax.islands.mirror import MirroredReader
 from learner_jax.learner_run import LearnerRun
 from learner_jax.manifests import ManifestReader
 from learner_jax.report import Records
@@ -89,6 +89,11 @@ class Recipe(Protocol):
         """Write the lines of a step, in process 0."""
 
 
+def mirrored(run: LearnerRun, reader: Reader[Any]) -> Reader[Any]:
+    """Return a reader that waits for the run's files wherever they come from."""
+    return reader if run.trunk else MirroredReader(run, reader)
+
+
 def recipe_of(run: LearnerRun, programs: Programs, stop: threading.Event) -> Recipe:
     """Open what the run trains on.
 
@@ -110,7 +115,7 @@ class Rollouts:
         first = run.peers.first
         read = partial(BatchReader, run.folder, run.spec)
         self.reader = read(run.root_public_key(), run.island) if first else None
-        feed = reader_of(run, self.reader) if self.reader else None
+        feed = mirrored(run, self.reader) if self.reader else None
         self._feed = BatchFeed(feed, run.peers, stop, run.log, encode_batch, decode_batch)
         self._records = Records(run) if first else None
 
@@ -175,7 +180,7 @@ class Documents:
         self._held_out = decode_rows(held_out) if held_out and run.trunk else None
         self.reader = opened[0] if opened else None
         self.corpus: str = peers.json_from_first(lambda: opened[0].corpus.digest)
-        feed = reader_of(run, self.reader) if self.reader else None
+        feed = mirrored(run, self.reader) if self.reader else None
         self._feed = BatchFeed(feed, peers, stop, run.log, encode_documents, decode_documents)
         self._records = DocumentRecords(run, self.reader.corpus) if self.reader else None
         self._held_out_nll: float | None = None
