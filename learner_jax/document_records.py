@@ -16,7 +16,7 @@ from learner_jax.metrics import JsonLines
 from learner_jax.optimizer import learning_rate
 from learner_jax.packing import TokenBatch
 from learner_jax.report import Meter, peak_flops
-from learner_jax.supervised import SupervisedResult
+from learner_jax.training import StepResult
 from runspec.core.run_files import METRICS_FILE
 
 
@@ -48,7 +48,7 @@ class DocumentRecords:
     def write(
         self,
         batch: DocumentBatch,
-        result: SupervisedResult,
+        result: StepResult,
         *,
         train_s: float,
         waits: Mapping[str, float],
@@ -91,7 +91,7 @@ class DocumentRecords:
     def _line(
         self,
         batch: DocumentBatch,
-        result: SupervisedResult,
+        result: StepResult,
         train_s: float,
         waits: Mapping[str, float],
         held_out_nll: float | None,
@@ -119,7 +119,7 @@ class DocumentRecords:
             "first_row": manifest.rows.first,
             "last_row": manifest.rows.last,
             "tokens": result.tokens,
-            "trained_tokens": result.trained_tokens,
+            "trained_tokens": int((batch.rows.weights > 0).sum()),
             "tokens_per_s": result.tokens / train_s,
             "padding_share": 1.0 - result.tokens / result.positions,
             "mfu": self._meter.mfu(lengths, train_s),

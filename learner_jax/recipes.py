@@ -27,12 +27,7 @@ from learner_jax.learner_run import LearnerRun
 from learner_jax.manifests import ManifestReader
 from learner_jax.report import Records
 from learner_jax.step import Programs, TrainState
-from learner_jax.supervised import (
-    SupervisedResult,
-    compile_supervised,
-    held_out_loss,
-    supervised_step,
-)
+from learner_jax.supervised import held_out_loss, supervised_step
 from learner_jax.training import StepResult, compile_ahead, train_step
 
 Waited = Callable[[str], None]
@@ -186,14 +181,14 @@ class Documents:
         self._held_out_nll: float | None = None
 
     def compile(self, state: TrainState, start: Start, published: Any | None) -> None:
-        compile_supervised(self._run.mesh, self._programs, state, start.base)
+        compile_ahead(self._run.mesh, self._programs, state, None, start.base)
 
     def next(self, step: int, waited: Waited) -> DocumentBatch | None:
         return self._feed.next(step, waited)
 
     def train(
         self, state: TrainState, batch: DocumentBatch, start: Start, published: Any | None
-    ) -> SupervisedResult:
+    ) -> StepResult:
         run = self._run
         return supervised_step(
             run.own, run.mesh, self._programs, state, batch.rows, base=start.base
@@ -210,9 +205,7 @@ class Documents:
                 self._run.own, self._run.mesh, self._programs, weights(), self._held_out
             )
 
-    def record(
-        self, batch: DocumentBatch, result: SupervisedResult, times: Times, said: Said
-    ) -> None:
+    def record(self, batch: DocumentBatch, result: StepResult, times: Times, said: Said) -> None:
         if self._records is not None:
             self._records.write(
                 batch,

@@ -86,13 +86,13 @@ class Mirror:
             UserError: the coordinator does not answer, or its roles.json is not to be believed.
         """
         path, data = self._folder / "keys" / "roles.json", self._coordinator.roles()
-        trusted = {"root_public_key": self._root_public_key, "run": self._spec.name}
+        opened = partial(open_roles, root_public_key=self._root_public_key, run=self._spec.name)
         try:
-            found = open_roles(data, **trusted)
+            found = opened(data)
         except BadSignature as error:
             raise self._not_believed("roles.json", error) from error
         try:
-            held = open_roles(read_bounded(path, MAX_ROLES_BYTES), **trusted)
+            held = opened(read_bounded(path, MAX_ROLES_BYTES))
         except (FileNotFoundError, BadSignature, UserError):
             held = None
         if held is None or held.issued < found.issued:
