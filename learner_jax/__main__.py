@@ -230,7 +230,7 @@ def _train(options: argparse.Namespace, log: logging.Logger) -> None:
     from learner_jax.compile_cache import cache_folder, keep_compiled
     from learner_jax.distributed import joined
     from learner_jax.islands.mirror import prepare_folder
-    from learner_jax.runner import train
+    from learner_jax.train import train
     from runspec.core.spec.islands import island_spec
     from runspec.core.spec.resolved import load_resolved
 

@@ -20,9 +20,9 @@ from learner_jax.document_batch import (
     encode_documents,
     encode_rows,
 )
-from learner_jax.document_records import document_lengths
 from learner_jax.drawn import draw_initial_model
-from learner_jax.runner import train
+from learner_jax.report import document_lengths
+from learner_jax.train import train
 from runspec.core.errors import UserError
 from runspec.core.run_files import corpus_cache, params_folder, state_folder, versions_in
 from runspec.core.spec.resolved import dump_resolved

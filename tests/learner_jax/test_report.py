@@ -18,7 +18,7 @@ from learner_jax.figures import CLIPPED, GAUGES, Rows
 from learner_jax.metrics import Clock, JsonLines
 from learner_jax.model import abstract_params, bind
 from learner_jax.packing import TokenBatch
-from learner_jax.report import Meter, metrics_line, peak_flops
+from learner_jax.report import Meter, Times, peak_flops, rollouts_line, work_line
 from learner_jax.step import policy_logprobs
 from learner_jax.training import StepResult
 from runspec.core.errors import UserError
@@ -56,9 +56,10 @@ def line_of(
         agreement,
     )
     numbers = {"loss": 0.25, "ratio_p99": 1.5}
-    result = StepResult(None, numbers, (), tokens=90, positions=120, score_s=0.25, update_s=1.5)
-    meter = Meter(CONFIG, None, devices=2, peak=peak)
-    return metrics_line(batch, result, meter, train_s=2.0, waits=waits, logprob_alarm=1e-3)
+    result = StepResult(None, numbers, (), tokens=90, positions=120, update_s=1.5)
+    meter, lengths = Meter(CONFIG, None, devices=2, peak=peak), [15, 25, 20, 30]
+    work = work_line(result, lengths, meter, Times(2.0, waits))
+    return {"version": 4, **work, **rollouts_line(batch, 0.25, 1e-3)}
 
 
 def test_a_line_has_speed_lag_loss_and_what_the_coordinator_saw():

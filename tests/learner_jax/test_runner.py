@@ -24,7 +24,7 @@ from bridge.safetensors_io import read_headers, read_tensor
 from learner_jax.checkpoint import state_steps
 from learner_jax.distributed import Peers
 from learner_jax.fingerprint import differences, same_bits
-from learner_jax.runner import train
+from learner_jax.train import train
 from learner_jax.versions import MadeOn
 from runspec.core.errors import UserError
 from runspec.core.process import RunStopped

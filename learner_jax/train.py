@@ -30,10 +30,12 @@ from learner_jax.islands.island import Alone, Island, join
 from learner_jax.islands.joining import Behind, Stopped
 from learner_jax.learner_run import LearnerRun
 from learner_jax.metrics import Clock
-from learner_jax.recipes import Recipe, Said, Times, recipe_of
+from learner_jax.recipes import Recipe, recipe_of
+from learner_jax.report import Times
 from learner_jax.saver import Saver
 from learner_jax.sharding import make_mesh
 from learner_jax.step import Programs, build_programs
+from learner_jax.training import compile_ahead
 from learner_jax.versions import VersionWriter, build_probe
 from runspec.core.errors import UserError
 from runspec.core.metrics import serve_metrics
@@ -128,7 +130,8 @@ class _Loop:
             self._states.clear()
             self.save()
         if left:
-            recipe.compile(self._state, start, self._published)
+            scored = start.reference if self._published is None else self._published
+            compile_ahead(run.mesh, programs, self._state, scored, start.base)
             run.log.info("%s", compiled)
         self._clock = Clock()
 
@@ -140,7 +143,12 @@ class _Loop:
         """
         batch = result = weight = None
         if not self._island.sits_out(self.step):
-            batch = self._next()
+            try:
+                batch = self._recipe.feed.next(self.step, self._clock.waited)
+            except UserError:
+                if self._run.peers.agreed is Word.FAILED:  # what is saved is not trained again
+                    self.save()
+                raise
             if batch is None:
                 return False
             weight = self._recipe.weight(batch)
@@ -161,8 +169,14 @@ class _Loop:
             self.version = self._island.version
             self._publish()
         if result is not None:
-            said = Said(self._versions.difference, self._island.last)
-            self._recipe.record(batch, result, Times(*self._clock.take()), said)
+            times = Times(*self._clock.take())
+            if self._recipe.records is not None:
+                self._recipe.records.write(
+                    *(batch, result, times),
+                    replay_difference=self._versions.difference,
+                    islands=self._island.last,
+                    held_out_nll=self._recipe.held_out_nll,
+                )
         if self.step % self._run.spec.checkpoints.every == 0:
             self.save()
         self._clock.trained()  # writing is work too: nobody was waited for
@@ -180,14 +194,6 @@ class _Loop:
         self._publish()
         self._states.clear()
         self.save()
-
-    def _next(self) -> Any | None:
-        try:
-            return self._recipe.next(self.step, self._clock.waited)
-        except UserError:
-            if self._run.peers.agreed is Word.FAILED:  # what is saved now need not be trained again
-                self.save()
-            raise
 
     def _end_step(self, weight: float | None) -> bool:
         """Give the others this island's share; return whether to go on."""
