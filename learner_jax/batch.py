@@ -24,10 +24,9 @@ from runspec.core.hashing import digest_bytes
 from runspec.core.run_files import SubmissionFiles, submission_files
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
-from verify.formats import batch as batch_format
 from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
-from verify.formats.batch import BatchGroup, BatchManifest, open_batch
+from verify.formats.batch import BatchGroup, BatchManifest
 from verify.formats.submission import (
     Rollout,
     decode_rollouts,
@@ -116,21 +115,18 @@ class BatchReader(ManifestReader[BatchManifest]):
         self._max_read = max(MAX_TABLE_BYTES, largest_submission_bytes(spec))
         self._max_bytes = min(self._max_read, largest_accepted_bytes(spec))
 
-    def _open(self, path: Path, step: int, coordinators: frozenset[str] | None) -> BatchManifest:
-        data = read_bounded(path, batch_format.MAX_BYTES)
-        manifest = open_batch(data, coordinators=coordinators, run=self._spec.name, step=step)
+    def _check(self, manifest: BatchManifest, path: Path) -> None:
+        step, most = manifest.step, self._spec.grpo.async_level
         for group in manifest.groups:
-            if not 0 <= step - group.version <= self._spec.grpo.async_level:
+            if not 0 <= step - group.version <= most:
                 raise UserError(
                     f"a group of version {group.version} in step {step}: lag "
-                    f"{step - group.version}, algorithm.async_level is "
-                    f"{self._spec.grpo.async_level}",
+                    f"{step - group.version}, algorithm.async_level is {most}",
                     place=str(path),
                     remedy="the coordinator is at fault: report this with its log",
                 )
         if not manifest.groups:
             raise UserError("it names no group", place=str(path), remedy=_REMEDY)
-        return manifest
 
     def read(self, manifest: BatchManifest) -> Batch:
         """Reads the files that a manifest names, each once, and computes the advantages.

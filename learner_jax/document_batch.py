@@ -10,7 +10,7 @@ import numpy as np
 from learner_jax.corpus.packed import Corpus, open_corpus
 from learner_jax.corpus.rows import CorpusRows
 from learner_jax.learner_run import LearnerRun
-from learner_jax.manifests import RangeReader, manifest_digest, own_share
+from learner_jax.manifests import ManifestReader, manifest_digest, own_share
 from learner_jax.packing import TokenBatch
 from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.run_files import initial_model
@@ -44,7 +44,7 @@ class DocumentBatch:
         return manifest_digest(self.manifest)
 
 
-class DocumentReader(RangeReader):
+class DocumentReader(ManifestReader[RangeManifest]):
     """Waits for the manifests of a run, and reads the rows that they number for this learner.
 
     While a step is trained, the rows of the next one are read: a manifest names the rows that

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from learner_jax.execution import Execution, execution, wide_dtype
-from learner_jax.logprobs import token_logprobs, token_logprobs_and_level
+from learner_jax.logprobs import Level, token_logprobs
 from learner_jax.loss import grpo_loss
 from learner_jax.loss_metrics import LossMetrics
 from learner_jax.model import Policy, abstract_lora, abstract_params, bind, init_lora, merge_lora
@@ -37,7 +37,7 @@ from learner_jax.sharding import batch_sharding, check_packing, param_shardings
 from learner_jax.supervised_loss import DocumentInputs, DocumentMetrics, document_loss
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.schema import RunSpec, ZLoss
+from runspec.core.spec.schema import RunSpec
 
 JOINING_UPDATES = 10
 """Updates over which the learning rate of an island rises when it begins with zero moments."""
@@ -85,26 +85,6 @@ class Update:
     is as it was, and this many updates in a row have been skipped."""
 
 
-class Publish(Protocol):
-    """The type of `Programs.publish`."""
-
-    def __call__(self, masters: Any, base: Any | None = None, /) -> Any: ...
-
-
-class Accumulate(Protocol):
-    """The type of `Programs.accumulate`."""
-
-    def __call__(
-        self,
-        masters: Any,
-        batches: TokenBatch,
-        inputs: Any,
-        count: int,
-        base: Any | None = None,
-        /,
-    ) -> Accumulated: ...
-
-
 @dataclass(frozen=True)
 class Programs:
     """Compiled on first use, once each."""
@@ -121,13 +101,13 @@ class Programs:
     drawn from the run's seed."""
     freeze: Callable[[Any], Any]
     """Parameters -> a copy in `broadcast.dtype`: version 0's bits, and the base of adapters."""
-    publish: Publish
+    publish: Callable[..., Any]
     """(masters, base=None) -> the weights in `broadcast.dtype`, adapters merged into the base: the
     policy version as its bits."""
     score: Callable[[Any, TokenBatch, int], Array]
     """(published weights, microbatches, how many are real) -> log-probs of the targets, float32
     [M, rows, tokens], sharded as `LossInputs` are; 0 where no target is."""
-    accumulate: Accumulate
+    accumulate: Callable[..., Accumulated]
     """(masters, microbatches, their loss inputs, how many are real, base=None) -> gradient and
     metrics."""
     apply: Callable[[TrainState, Accumulated], tuple[TrainState, Update]]
@@ -179,8 +159,9 @@ def policy_logprobs(
     *,
     temperature: float,
     chunk: int | None = None,
+    level: Level | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Log-probs of the targets and entropies: hidden states, then `token_logprobs`."""
+    """Log-probs of the targets, and entropies or levels: hidden states, then `token_logprobs`."""
     hidden = policy(batch.tokens, batch.segment_ids, batch.positions, execution)
     return token_logprobs(
         hidden,
@@ -189,6 +170,7 @@ def policy_logprobs(
         temperature=temperature,
         mesh=execution.mesh,
         chunk=chunk,
+        level=level,
     )
 
 
@@ -304,13 +286,14 @@ class _Run:
         skipped = jnp.where(made, 0, state.skipped + 1)
         return TrainState(params, optimizer, skipped, joined), Update(norm, skipped)
 
-    def _logprobs(self, policy: Policy, batch: TokenBatch) -> tuple[Array, Array]:
+    def _logprobs(
+        self, policy: Policy, batch: TokenBatch, level: Level | None = None
+    ) -> tuple[Array, Array]:
         return policy_logprobs(
-            policy,
-            batch,
-            self.execution,
+            *(policy, batch, self.execution),
             temperature=self.temperature,
             chunk=self.spec.learner.logits_chunk,
+            level=level,
         )
 
     def _objective(
@@ -321,27 +304,12 @@ class _Run:
         policy = bind(self.config, *trees, lora=lora)
         if self.spec.supervised is not None:
             z_loss = self.spec.supervised.z_loss
-            logprobs, level = self._logprobs_and_level(policy, batch, z_loss)
-            loss, found = document_loss(logprobs, level, inputs, z_loss)
+            logprobs, level = self._logprobs(policy, batch, z_loss.kind)
+            loss, found = document_loss(logprobs, level if z_loss.coef else None, inputs, z_loss)
             return loss, (found, logprobs)
         logprobs, entropy = self._logprobs(policy, batch)
         loss, metrics = grpo_loss(logprobs, entropy, batch.segment_ids, inputs, self.spec.grpo)
         return loss, (metrics, logprobs)
-
-    def _logprobs_and_level(
-        self, policy: Policy, batch: TokenBatch, z_loss: ZLoss
-    ) -> tuple[Array, Array | None]:
-        """Log-probs of the targets, and the level of the logits where it is penalised."""
-        hidden = policy(batch.tokens, batch.segment_ids, batch.positions, self.execution)
-        logprobs, level = token_logprobs_and_level(
-            hidden,
-            policy.head_weight(),
-            batch.targets,
-            z_loss.kind,
-            mesh=self.execution.mesh,
-            chunk=self.spec.learner.logits_chunk,
-        )
-        return logprobs, level if z_loss.coef else None
 
 
 def _no_metrics(spec: RunSpec) -> LossMetrics | DocumentMetrics:

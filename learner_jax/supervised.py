@@ -123,4 +123,4 @@ def _shares(spec: RunSpec, mesh: Mesh, rows: CorpusRows) -> Iterator[Share]:
         real = int(np.flatnonzero(own.any(axis=(1, 2)))[-1]) + 1
         tokens = jax.tree.map(lambda x, at=update: x[at], batch)
         on_mesh = shard_batch((tokens, DocumentInputs(own)), mesh)
-        yield Share(*on_mesh, real, names, lambda values: values.reshape(-1, packing.tokens))
+        yield Share(*on_mesh, real, names, lambda values: [*values.reshape(-1, packing.tokens)])

@@ -25,7 +25,7 @@ from broadcast.client import WeightsClient
 from learner_jax.feed import Reader
 from learner_jax.island_link import IslandLink
 from learner_jax.learner_run import LearnerRun
-from learner_jax.manifests import POLL_S, StopSignal, own_share
+from learner_jax.manifests import POLL_S, StopSignal, open_manifest, own_share
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.hashing import digest_bytes
@@ -40,8 +40,7 @@ from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 from verify.formats.batch import MAX_BYTES as MAX_BATCH_BYTES
-from verify.formats.batch import BatchGroup, BatchManifest, open_batch
-from verify.formats.ranges import open_ranges, rows_per_step
+from verify.formats.batch import BatchGroup, BatchManifest
 from verify.formats.submission import largest_submission_bytes, open_submission
 from verify.formats.verdict import open_verdict
 from verify.island_client import IslandClient
@@ -110,7 +109,10 @@ class Mirror:
             UserError: the coordinator does not answer, or its manifest is not to be believed.
         """
         path = step_folder(self._folder, step) / BATCH_FILE
-        check = partial(self._open, step=step)
+
+        def check(data: bytes, roles: Roles) -> None:
+            open_manifest(data, spec=self._spec, step=step, coordinators=roles.coordinator)
+
         begun = time.monotonic()
         report_at = begun + REPORT_EVERY_S
         while not self._holds(path, MAX_BATCH_BYTES, check):
@@ -171,13 +173,6 @@ class Mirror:
             if not self._holds(path, max_bytes, check):
                 data = self._coordinator.file(step, path.name, max_bytes=max_bytes)
                 self._write(path, f"{path.name} of step {step}", data, check)
-
-    def _open(self, data: bytes, roles: Roles, *, step: int) -> object:
-        signers, run = roles.coordinator, self._spec.name
-        if self._spec.supervised is None:
-            return open_batch(data, coordinators=signers, run=run, step=step)
-        rows = rows_per_step(self._spec)
-        return open_ranges(data, coordinators=signers, run=run, step=step, rows_per_step=rows)
 
     def _holds(self, path: Path, max_bytes: int, check: Check) -> bool:
         """Return whether a file is here and right; after a rollback of the run it may be neither

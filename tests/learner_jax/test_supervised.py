@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from learner_jax.corpus.rows import CorpusRows
-from learner_jax.logprobs import token_logprobs_and_level
+from learner_jax.logprobs import token_logprobs
 from learner_jax.model import abstract_params
 from learner_jax.packing import Sample, TokenBatch, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
@@ -177,7 +177,8 @@ def test_levels_and_their_gradients_are_those_of_all_logits(kind, chunk, kept, a
         return jnp.where(wanted, chosen, 0.0), jnp.where(wanted, level_of(logits, kind), 0.0)
 
     def ours(hidden: Any, head: Any) -> Any:
-        return token_logprobs_and_level(hidden, head, targets, kind, mesh=mesh, chunk=chunk)
+        how = {"temperature": 1.0, "mesh": mesh, "chunk": chunk, "level": kind}
+        return token_logprobs(hidden, head, targets, **how)
 
     def objective(function: Any, hidden: Any, head: Any) -> Any:
         logprobs, level = found = function(hidden, head)
