@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from io import BytesIO
 
 import numpy as np
 
@@ -16,19 +17,6 @@ from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.run_files import initial_model
 from verify.formats.islands import IslandShare
 from verify.formats.ranges import RangeManifest, RowRange
-from verify.formats.tables import Column, Schema, decode_table, encode_table, text
-
-_COLUMNS = ("tokens", "targets", "segment_ids", "positions")
-SCHEMA = Schema(
-    "runspec rows 1",
-    (
-        text("manifest"),
-        *(Column(name, "I32", ("offsets",)) for name in _COLUMNS),
-        Column("weights", "F32", ("offsets",)),
-    ),
-)
-_MAX_BYTES = 1 << 40
-"""No bound: the bytes are process 0's, and `feed` bounds them."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +71,11 @@ class DocumentReader(ManifestReader[RangeManifest]):
 
 def encode_rows(rows: CorpusRows, manifest: RangeManifest | None = None) -> bytes:
     """The bytes of rows; `decode_rows` gives them back bit for bit."""
-    said = "" if manifest is None else canonical_json(asdict(manifest)).decode()
-    columns = {name: list(getattr(rows.batch, name)) for name in _COLUMNS}
-    count = len(rows.weights)
-    return encode_table(
-        {"manifest": [said] * count, **columns, "weights": list(rows.weights)}, SCHEMA
-    )
+    said = b"" if manifest is None else canonical_json(asdict(manifest))
+    data = BytesIO()
+    arrays = {**vars(rows.batch), "weights": rows.weights}
+    np.savez(data, allow_pickle=False, manifest=np.frombuffer(said, np.uint8), **arrays)
+    return data.getvalue()
 
 
 def encode_documents(batch: DocumentBatch) -> bytes:
@@ -97,31 +84,16 @@ def encode_documents(batch: DocumentBatch) -> bytes:
 
 
 def decode_rows(data: bytes) -> CorpusRows:
-    """Read rows.
-
-    Raises:
-        MalformedTable: bytes that `encode_rows` did not make.
-    """
-    return _rows(_columns(data))
+    """Read the rows that `encode_rows` wrote in process 0."""
+    with np.load(BytesIO(data), allow_pickle=False) as found:
+        names = (field.name for field in fields(TokenBatch))
+        return CorpusRows(TokenBatch(*(found[name] for name in names)), found["weights"])
 
 
 def decode_documents(data: bytes) -> DocumentBatch:
-    """Read a batch.
-
-    Raises:
-        MalformedTable: bytes that `encode_documents` did not make.
-    """
-    columns = _columns(data)
-    said = parse_object(columns["manifest"][0].encode(), max_bytes=len(data))
+    """Read the batch that `encode_documents` wrote in process 0."""
+    with np.load(BytesIO(data), allow_pickle=False) as found:
+        said = parse_object(found["manifest"].tobytes(), max_bytes=len(data))
     rows = RowRange(**said.pop("rows"))
     shares = [IslandShare(**share) for share in said.pop("shares")]
-    return DocumentBatch(RangeManifest(**said, rows=rows, shares=shares), _rows(columns))
-
-
-def _columns(data: bytes) -> dict[str, list]:
-    return decode_table(data, SCHEMA, max_rows=len(data), max_bytes=_MAX_BYTES)
-
-
-def _rows(columns: dict[str, list]) -> CorpusRows:
-    batch = TokenBatch(*(np.stack(columns[name]) for name in _COLUMNS))
-    return CorpusRows(batch, np.stack(columns["weights"]))
+    return DocumentBatch(RangeManifest(**said, rows=rows, shares=shares), decode_rows(data))

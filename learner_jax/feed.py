@@ -2,8 +2,7 @@
 
 Process 0 alone waits for the batch manifest, reads the files that it names and checks them; the
 others are given the arrays. So there is one batch, whatever a file system shows to whom, and only
-process 0 needs the run's rollouts or documents. A batch goes to the others as a table
-(`verify.formats.tables`); no pickle is involved.
+process 0 needs the run's rollouts or documents. A batch goes to the others without pickle.
 """
 
 from __future__ import annotations
