@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks._hlo import Cost, program_cost
 from benchmarks.runs import ROOT
-from learner_jax.topology import (
+from learner_jax.aot_command import (
     parse_topology,
     prepare_environment,
     topology_devices,

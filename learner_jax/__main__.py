@@ -7,10 +7,13 @@ import dataclasses
 import logging
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from learner_jax.island_link import IslandLink
 from runspec.core.errors import UserError
 from runspec.core.process import run_role, stop_event
+
+if TYPE_CHECKING:
+    from learner_jax.learner_run import IslandLink
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -167,15 +170,17 @@ def _add_tokenizer(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _run(options: argparse.Namespace, log: logging.Logger) -> None:
     # Imported here, so that --help waits for no JAX.
+    def given(names: str) -> dict[str, Any]:
+        return {name: getattr(options, name) for name in names.split()}
+
     if options.command == "train":
         _train(options, log)
     elif options.command == "aot":
-        from learner_jax.aot_command import AotOptions, aot_command
+        from learner_jax.aot_command import aot_command
 
-        fields = ("run", "programs", "profile", "overrides", "topology", "model_config")
-        aot_command(AotOptions(**{name: getattr(options, name) for name in fields}))
+        aot_command(**given("run programs profile overrides topology model_config"))
     elif options.command == "draw":
-        from learner_jax.drawn import draw_initial_model
+        from learner_jax.warm_start import draw_initial_model
 
         draw_initial_model(options.run_dir, log)
     elif options.command == "export-adapter":
@@ -190,21 +195,12 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
     elif options.command == "tokenizer":
         from learner_jax.corpus.tokenizer import tokenizer_command
 
-        tokenizer_command(
-            options.files,
-            options.out,
-            log,
-            vocab=options.vocab,
-            scheme=options.scheme,
-            kind=options.kind,
-            column=options.column,
-            max_characters=options.max_characters,
-        )
+        shape = given("files out vocab scheme kind column max_characters")
+        tokenizer_command(log=log, **shape)
     elif options.command == "embed" or (options.command == "score" and options.files):
         from learner_jax.corpus.sequences import Options, embed_sequences, score_sequences
 
-        given = vars(options)
-        sequences = Options(**{each.name: given[each.name] for each in dataclasses.fields(Options)})
+        sequences = Options(**given(" ".join(each.name for each in dataclasses.fields(Options))))
         if options.command == "embed":
             embed_sequences(sequences, options.out, options.names, log)
         else:
@@ -212,14 +208,7 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
     elif options.command == "score":
         from learner_jax.score import score_command
 
-        score_command(
-            options.model_dir,
-            options.tokens,
-            log,
-            dtype=options.dtype,
-            mesh=options.mesh,
-            out=options.out,
-        )
+        score_command(log=log, **given("model_dir tokens dtype mesh out"))
     else:
         from learner_jax.warm_start import make_initial_model
 
@@ -259,6 +248,8 @@ def _link(options: argparse.Namespace) -> IslandLink | None:
     Raises:
         UserError: an option is missing.
     """
+    from learner_jax.learner_run import IslandLink
+
     if options.island is None:
         return None
     if options.process not in (None, 0):

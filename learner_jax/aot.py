@@ -18,9 +18,8 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
-from learner_jax.execution import full_float32
 from learner_jax.optimizer import HOST_MEMORY
-from learner_jax.sharding import AXES, make_mesh
+from learner_jax.sharding import AXES, full_float32, make_mesh
 from learner_jax.step import Programs, build_programs
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig

@@ -3,10 +3,15 @@
 Tokens come from the submission, rewards and mu from the validator's verdict file. Nothing that the
 manifest does not name is ever read. A submission that a validator accepted and that cannot be
 decoded is an error that names it: a step without one of its groups would be another step.
+
+A worker claims log-probs as its engine computed them; a validator recomputes them with the
+learner's own model from the published bits of the version that sampled. Validators reject what is
+far off; `Agreement` shows what drifts within their limits and would bias every importance ratio.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -14,7 +19,6 @@ from pathlib import Path
 import numpy as np
 
 from learner_jax.advantage import group_advantages
-from learner_jax.agreement import Agreement, agreement
 from learner_jax.manifests import REMEDY as _REMEDY
 from learner_jax.manifests import ManifestReader, manifest_digest, own_share
 from runspec.core.canonical import parse_object
@@ -41,6 +45,42 @@ from verify.formats.verdict import (
     decode_verdicts,
     open_verdict,
 )
+from verify.thresholds import LOGPROB_ALARM, precision_of
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """|claimed - recomputed| log-prob over the output tokens of a step that were recomputed."""
+
+    tokens: int
+    mean: float
+    """Nats."""
+    largest: float
+
+
+def agreement(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Agreement | None:
+    """Compares log-probs.
+
+    Args:
+        pairs: of each rollout the claimed and the recomputed ones, f32 [n] each.
+
+    Returns:
+        None where nothing was recomputed.
+    """
+    differences = [np.abs(claimed.astype(np.float64) - ours) for claimed, ours in pairs]
+    if not differences:
+        return None
+    every = np.concatenate(differences)
+    return Agreement(len(every), float(every.mean()), float(every.max()))
+
+
+def alarm_limit(spec: RunSpec) -> float:
+    """The mean above which a step raises the alarm: `verify.logprob_alarm`, or that of the coarsest
+    precision among the pools."""
+    if spec.verify.logprob_alarm is not None:
+        return spec.verify.logprob_alarm
+    return max(LOGPROB_ALARM[precision_of(pool)] for pool in spec.samplers)
+
 
 MAX_TABLE_BYTES = verdict_format.MAX_BYTES
 

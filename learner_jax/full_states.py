@@ -20,13 +20,12 @@ from learner_jax.checkpoint import (
     save_state,
     state_steps,
 )
-from learner_jax.fingerprint import differences
 from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import load_params
 from learner_jax.manifests import ManifestReader, manifest_digest
 from learner_jax.saver import Finish, Saver
 from learner_jax.step import Programs, TrainState
-from learner_jax.versions import VersionWriter
+from learner_jax.versions import VersionWriter, differences
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.files import temporary_name, write_atomic

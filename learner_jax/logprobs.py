@@ -23,8 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from learner_jax.execution import wide_dtype
-from learner_jax.sharding import constrain, mesh_axes
+from learner_jax.sharding import constrain, mesh_axes, wide_dtype
 from runspec.core.models.memory import KEPT_LOGITS, chunk_tokens
 
 Level = Literal["logsumexp", "max_logit"]

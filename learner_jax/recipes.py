@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 
 from learner_jax.batch import Batch, BatchReader
-from learner_jax.document_batch import (
+from learner_jax.feed import (
+    BatchFeed,
     DocumentBatch,
     DocumentReader,
+    Reader,
+    decode_batch,
     decode_documents,
     decode_rows,
+    encode_batch,
     encode_documents,
     encode_rows,
 )
-from learner_jax.feed import BatchFeed, Reader, decode_batch, encode_batch
 from learner_jax.full_states import Start
 from learner_jax.islands.mirror import MirroredReader
 from learner_jax.learner_run import LearnerRun

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from learner_jax.agreement import alarm_limit
-from learner_jax.batch import Batch
+from learner_jax.batch import Batch, alarm_limit
 from learner_jax.corpus.packed import Corpus
-from learner_jax.document_batch import DocumentBatch
+from learner_jax.feed import DocumentBatch
 from learner_jax.learner_run import LearnerRun
 from learner_jax.metrics import JsonLines
 from learner_jax.optimizer import learning_rate
@@ -100,7 +99,7 @@ def rollouts_line(batch: Batch, score_s: float, logprob_alarm: float) -> dict[st
     Args:
         batch: what was trained.
         score_s: seconds of packing and scoring.
-        logprob_alarm: `agreement.alarm_limit`.
+        logprob_alarm: `batch.alarm_limit`.
     """
     stats = batch.manifest.stats
     lags = [batch.manifest.step - rollout.version for rollout in batch.rollouts]

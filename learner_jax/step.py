@@ -26,14 +26,20 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from learner_jax.execution import Execution, execution, wide_dtype
 from learner_jax.logprobs import Level, token_logprobs
 from learner_jax.loss import grpo_loss
 from learner_jax.loss_metrics import LossMetrics
 from learner_jax.model import Policy, abstract_lora, abstract_params, bind, init_lora, merge_lora
 from learner_jax.optimizer import abstract_state, apply_gradients, build_optimizer, init_state
 from learner_jax.packing import Data, LossInputs, TokenBatch, row_bound
-from learner_jax.sharding import batch_sharding, check_packing, param_shardings
+from learner_jax.sharding import (
+    Execution,
+    batch_sharding,
+    check_packing,
+    execution,
+    param_shardings,
+    wide_dtype,
+)
 from learner_jax.supervised_loss import DocumentInputs, DocumentMetrics, document_loss
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig

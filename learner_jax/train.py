@@ -22,21 +22,18 @@ from typing import Any
 
 from learner_jax.compile_cache import CompileCounter
 from learner_jax.distributed import Peers, Word, mesh_devices
-from learner_jax.execution import full_float32
-from learner_jax.fingerprint import fingerprint
 from learner_jax.full_states import Start, StateWriter, find_start
-from learner_jax.island_link import IslandLink
 from learner_jax.islands.island import Alone, Island, join
 from learner_jax.islands.joining import Behind, Stopped
-from learner_jax.learner_run import LearnerRun
+from learner_jax.learner_run import IslandLink, LearnerRun
 from learner_jax.metrics import Clock
 from learner_jax.recipes import Recipe, recipe_of
 from learner_jax.report import Times
 from learner_jax.saver import Saver
-from learner_jax.sharding import make_mesh
+from learner_jax.sharding import full_float32, make_mesh
 from learner_jax.step import Programs, build_programs
 from learner_jax.training import compile_ahead
-from learner_jax.versions import VersionWriter, build_probe
+from learner_jax.versions import VersionWriter, build_probe, fingerprint
 from runspec.core.errors import UserError
 from runspec.core.metrics import serve_metrics
 from runspec.core.models.config import CONFIG_NAME, ModelConfig, read_config

@@ -20,9 +20,8 @@ import numpy as np
 from bridge.codecs import codec
 from broadcast.store import AlreadyPublished
 from learner_jax.islands.joining import ATTEMPT_S, REJOIN, REPORT_EVERY_S, Behind, Joining, Stopped
-from learner_jax.islands.outer import OuterState, outer_update, weighted_mean
-from learner_jax.islands.share_fetcher import BadObject, Silent
-from learner_jax.islands.state import Flat
+from learner_jax.islands.shares import BadObject, Silent
+from learner_jax.islands.state import Flat, OuterState, outer_update, weighted_mean
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from verify.formats.islands import CommitRecord, ShareOffered

@@ -22,10 +22,8 @@ from bridge.codecs import codec
 from bridge.flat import FlatLayout
 from learner_jax.islands.exchange import Exchange, Settled
 from learner_jax.islands.joining import Behind, Stopped
-from learner_jax.islands.outer import OuterState, outer_update
-from learner_jax.islands.share_fetcher import ShareFetcher
-from learner_jax.islands.share_store import ShareStore
-from learner_jax.islands.state import Flat, IslandState
+from learner_jax.islands.shares import ShareFetcher, ShareStore
+from learner_jax.islands.state import Flat, IslandState, OuterState, outer_update
 from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import HostLeaves, leaf_path
 from learner_jax.step import Programs, TrainState

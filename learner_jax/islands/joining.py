@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from broadcast.store import AlreadyPublished
-from learner_jax.islands.outer import OuterState
-from learner_jax.islands.share_fetcher import BadObject, ShareFetcher
-from learner_jax.islands.share_store import ShareStore
+from learner_jax.islands.shares import BadObject, ShareFetcher, ShareStore
+from learner_jax.islands.state import OuterState
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.spec.schema import Islands

@@ -23,8 +23,7 @@ from typing import Any
 
 from broadcast.client import WeightsClient
 from learner_jax.feed import Reader
-from learner_jax.island_link import IslandLink
-from learner_jax.learner_run import LearnerRun
+from learner_jax.learner_run import IslandLink, LearnerRun
 from learner_jax.manifests import POLL_S, StopSignal, open_manifest, own_share
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic

@@ -191,7 +191,7 @@ def _supervision() -> Check:
 
 
 def _compiler(env: Mapping[str, str]) -> Check:
-    """Where `learner_jax.topology` looks for libtpu."""
+    """Where `learner_jax.aot_command` looks for libtpu."""
     named, aside = env.get("TPU_LIBRARY_PATH"), Path(sys.prefix) / "aot" / "libtpu" / "libtpu.so"
     if (named and Path(named).is_file()) or find_spec("libtpu") or aside.is_file():
         return Check("libtpu", "ok", "there: `plan --aot` compiles for TPUs")

@@ -35,8 +35,7 @@ from scipy import stats
 from bridge.codecs import Codec, Kind, codec
 from bridge.flat import FlatLayout
 from learner_jax.corpus.generated import GeneratedReads
-from learner_jax.execution import Execution
-from learner_jax.islands.outer import (
+from learner_jax.islands.state import (
     OuterState,
     encode_share,
     outer_update,
@@ -45,6 +44,7 @@ from learner_jax.islands.outer import (
 from learner_jax.leaves import HostLeaves, leaf_path
 from learner_jax.model import abstract_params, bind, init_params
 from learner_jax.optimizer import apply_gradients, build_optimizer, init_state
+from learner_jax.sharding import Execution
 from runspec.core.files import write_atomic
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import Optimizer, Outer

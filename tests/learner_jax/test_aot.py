@@ -18,14 +18,14 @@ import pytest
 
 from learner_jax.__main__ import main
 from learner_jax.aot import analyse, compile_programs, learner_mesh
-from learner_jax.step import build_programs
-from learner_jax.topology import (
+from learner_jax.aot_command import (
     compiler_library,
     learner_topology,
     parse_topology,
     prepare_environment,
     topology_devices,
 )
+from learner_jax.step import build_programs
 from runspec.core.errors import UserError
 from runspec.core.models.family import parse_config
 from runspec.core.spec.schema import RunSpec

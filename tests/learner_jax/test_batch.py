@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner_jax.agreement import alarm_limit
-from learner_jax.batch import Batch, BatchReader, TrainingRollout
+from learner_jax.batch import Batch, BatchReader, TrainingRollout, alarm_limit
 from learner_jax.feed import decode_batch, encode_batch
 from learner_jax.manifests import ManifestReader, manifest_digest
 from runspec.core.errors import UserError

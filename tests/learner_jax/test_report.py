@@ -11,14 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner_jax.agreement import Agreement
-from learner_jax.batch import Batch, TrainingRollout
-from learner_jax.execution import Execution
-from learner_jax.figures import CLIPPED, GAUGES, Rows
-from learner_jax.metrics import Clock, JsonLines
+from learner_jax.batch import Agreement, Batch, TrainingRollout
+from learner_jax.metrics import CLIPPED, GAUGES, Clock, JsonLines, Rows
 from learner_jax.model import abstract_params, bind
 from learner_jax.packing import TokenBatch
 from learner_jax.report import Meter, Times, peak_flops, rollouts_line, work_line
+from learner_jax.sharding import Execution
 from learner_jax.step import policy_logprobs
 from learner_jax.training import StepResult
 from runspec.core.errors import UserError

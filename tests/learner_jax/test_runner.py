@@ -23,9 +23,8 @@ from bridge.conversion import export_checkpoint
 from bridge.safetensors_io import read_headers, read_tensor
 from learner_jax.checkpoint import state_steps
 from learner_jax.distributed import Peers
-from learner_jax.fingerprint import differences, same_bits
 from learner_jax.train import train
-from learner_jax.versions import MadeOn
+from learner_jax.versions import MadeOn, differences, same_bits
 from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
 from runspec.core.run_files import params_folder, state_folder, versions_in, weights_folder

@@ -13,8 +13,7 @@ import pytest
 from bridge.flat import FlatLayout
 from bridge.load import LeafReader
 from learner_jax.distributed import Peers
-from learner_jax.island_link import IslandLink
-from learner_jax.learner_run import LearnerRun
+from learner_jax.learner_run import IslandLink, LearnerRun
 from runspec.core.models.config import read_config
 from runspec.core.models.family import parse_config
 from runspec.core.run_files import corpus_cache, island_folder

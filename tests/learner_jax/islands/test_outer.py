@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from bridge.codecs import SEGMENT, codec
 from bridge.flat import FlatLayout
 from learner_jax.corpus.rows import CorpusRows
-from learner_jax.islands.outer import OuterState, encode_share, outer_update, weighted_mean
+from learner_jax.islands.state import OuterState, encode_share, outer_update, weighted_mean
 from learner_jax.leaves import HostLeaves, leaf_path, load_params
 from learner_jax.model import abstract_params, init_params
 from learner_jax.packing import Sample, pack

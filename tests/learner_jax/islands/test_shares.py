@@ -17,8 +17,7 @@ from broadcast import store as store_module
 from broadcast.layout import stored_versions
 from broadcast.origin import run_origin
 from broadcast.store import AlreadyPublished
-from learner_jax.islands.share_fetcher import BadObject, ShareFetcher, Silent
-from learner_jax.islands.share_store import ShareStore
+from learner_jax.islands.shares import BadObject, ShareFetcher, ShareStore, Silent
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
@@ -178,7 +177,7 @@ def slowly(request: Request) -> None:
 
 
 def test_an_island_of_which_nothing_arrives_is_named(islands, monkeypatch):
-    monkeypatch.setattr("learner_jax.islands.share_fetcher._LISTEN_EVERY_S", 0.02)
+    monkeypatch.setattr("learner_jax.islands.shares._LISTEN_EVERY_S", 0.02)
     # given a share that comes drop by drop, and one whose server does not answer
     server, silent = islands.fake("a"), islands.fake("b")
     shares = [islands.offered("a", server.url), islands.offered("b", silent.url)]
@@ -193,7 +192,7 @@ def test_an_island_of_which_nothing_arrives_is_named(islands, monkeypatch):
 
 
 def test_waits_are_reported_and_can_be_cancelled(islands, caplog, monkeypatch):
-    monkeypatch.setattr("learner_jax.islands.share_fetcher.REPORT_EVERY_S", 0.02)
+    monkeypatch.setattr("learner_jax.islands.shares.REPORT_EVERY_S", 0.02)
     server = islands.fake("b")
     share = islands.offered("b", server.url)
     server.answer("/chunks/", held_until(threading.Event()))

@@ -20,12 +20,11 @@ import pytest
 from bridge.codecs import Kind, codec
 from bridge.flat import FlatLayout
 from learner_jax.distributed import Peers
-from learner_jax.island_link import IslandLink
 from learner_jax.islands.exchange import Exchange, Settled
 from learner_jax.islands.island import Island
 from learner_jax.islands.joining import Behind
-from learner_jax.islands.outer import OuterState, outer_update, weighted_mean
-from learner_jax.learner_run import LearnerRun
+from learner_jax.islands.state import OuterState, outer_update, weighted_mean
+from learner_jax.learner_run import IslandLink, LearnerRun
 from learner_jax.leaves import HostLeaves, leaf_path
 from learner_jax.sharding import make_mesh
 from learner_jax.step import Programs, TrainState, build_programs
