@@ -30,7 +30,8 @@ from learner_jax.logprobs import Level, token_logprobs
 from learner_jax.loss import grpo_loss
 from learner_jax.loss_metrics import LossMetrics
 from learner_jax.model import Policy, abstract_lora, abstract_params, bind, init_lora, merge_lora
-from learner_jax.optimizer import abstract_state, apply_gradients, build_optimizer, init_state
+from learner_jax.optimizer import abstract_state as abstract_moments
+from learner_jax.optimizer import apply_gradients, build_optimizer, init_state
 from learner_jax.packing import Data, LossInputs, TokenBatch, row_bound
 from learner_jax.sharding import (
     Execution,
@@ -200,12 +201,15 @@ def build_programs(
     lora, updates = spec.learner.lora, spec.steps * spec.algorithm.updates_per_step
     trained = abstract_params(config) if lora is None else abstract_lora(config, lora)
     optimizer = build_optimizer(spec.optimizer, updates, trained)
-    abstract_state = _abstract_state(spec, trained, mesh, optimizer, island=island)
+    params = abstract_like(trained, mesh, jnp.dtype(spec.learner.master_dtype))
+    moments = abstract_moments(optimizer, params, offload=spec.optimizer.offload)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    abstract_state = TrainState(params, moments, number, number if island else None)
     abstract_batch = _abstract_batch(spec, mesh)
     weights = abstract_like(abstract_params(config), mesh, jnp.dtype(spec.broadcast.dtype))
     state, published = shardings(abstract_state), shardings(weights)
     per_token = abstract_batch[1].weights.sharding
-    replicated = NamedSharding(mesh, PartitionSpec())
     summed = Accumulated(
         state.params, jax.tree.map(lambda _: replicated, _no_metrics(spec)), per_token
     )
@@ -344,20 +348,6 @@ def abstract_like(specs: Any, mesh: Mesh, dtype: np.dtype | type) -> Any:
         specs,
         param_shardings(specs, mesh),
     )
-
-
-def _abstract_state(
-    spec: RunSpec,
-    trained: Any,
-    mesh: Mesh,
-    optimizer: optax.GradientTransformation,
-    *,
-    island: bool,
-) -> TrainState:
-    params = abstract_like(trained, mesh, jnp.dtype(spec.learner.master_dtype))
-    moments = abstract_state(optimizer, params, offload=spec.optimizer.offload)
-    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-    return TrainState(params, moments, number, number if island else None)
 
 
 def _abstract_batch(spec: RunSpec, mesh: Mesh) -> tuple[TokenBatch, Any]:

@@ -36,13 +36,12 @@ from learner_jax.training import compile_ahead
 from learner_jax.versions import VersionWriter, build_probe, fingerprint
 from runspec.core.errors import UserError
 from runspec.core.metrics import serve_metrics
-from runspec.core.models.config import CONFIG_NAME, ModelConfig, read_config
+from runspec.core.models.config import CONFIG_NAME, read_config
 from runspec.core.models.family import parse_config
 from runspec.core.process import not_retried
 from runspec.core.run_files import initial_model
 from runspec.core.spec.islands import island_spec
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.schema import RunSpec
 
 
 def train(
@@ -221,19 +220,15 @@ def _open(
     run_dir: Path, peers: Peers, link: IslandLink | None, log: logging.Logger
 ) -> tuple[LearnerRun, Programs]:
     """The run on its mesh, and its programs, not compiled yet."""
-    spec, config = _of_run(run_dir, peers)
+    model_dir = initial_model(run_dir)
+    # The config is the one that process 0 has.
+    data = peers.from_first(not_retried()(lambda: json.dumps(read_config(model_dir)).encode()))
+    with not_retried():
+        spec = load_resolved(run_dir)
+        config = parse_config(json.loads(data), place=str(model_dir / CONFIG_NAME))
     own = spec if link is None else island_spec(spec, link.name)
     full_float32(own.learner.compute_dtype)
     mesh = make_mesh(own.learner.mesh, mesh_devices(peers.count, own.learner.mesh.devices))
     programs = build_programs(own, config, mesh, island=link is not None)
     here = peers.json_from_first(lambda: fingerprint(own, mesh))
     return LearnerRun(run_dir, spec, config, mesh, here, peers, log, link), programs
-
-
-def _of_run(run_dir: Path, peers: Peers) -> tuple[RunSpec, ModelConfig]:
-    """The run's spec, and the config of its model as process 0 has it."""
-    model_dir = initial_model(run_dir)
-    config = peers.from_first(not_retried()(lambda: json.dumps(read_config(model_dir)).encode()))
-    with not_retried():
-        spec = load_resolved(run_dir)
-        return spec, parse_config(json.loads(config), place=str(model_dir / CONFIG_NAME))
