@@ -29,9 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     draw.add_argument("run_dir", type=Path, help="run directory with spec.json and a tokenizer")
     train = commands.add_parser("train", help="train every step that is left, then exit 0")
     train.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
-    _add_joining_options(train)
-    train.add_argument("--metrics", metavar="HOST:PORT", help="serves Prometheus metrics there")
-    _add_island_options(train)
+    _add_train_options(train)
     aot = commands.add_parser(
         "aot", help="compile the run's programs for its hardware, without it; prints JSON"
     )
@@ -92,27 +90,20 @@ def main(arguments: list[str] | None = None) -> int:
 _SEQUENCES = "documents: text, JSON lines, Parquet, FASTA or FASTQ, plain or gzip"
 
 
-def _add_joining_options(train: argparse.ArgumentParser) -> None:
+def _add_train_options(train: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
         help="address of process 0, where learner.hosts is above 1 and JAX cannot find out",
     )
-    train.add_argument(
-        "--process",
-        type=int,
-        metavar="I",
-        help="number of this process, from 0",
-    )
+    train.add_argument("--process", type=int, metavar="I", help="number of this one, from 0")
     train.add_argument(
         "--join", type=int, default=300, metavar="S", help="seconds to wait for the others to join"
     )
     train.add_argument(
         "--heartbeat", type=int, default=60, metavar="S", help="seconds of silence that mean death"
     )
-
-
-def _add_island_options(train: argparse.ArgumentParser) -> None:
+    train.add_argument("--metrics", metavar="HOST:PORT", help="serves Prometheus metrics there")
     island = train.add_argument_group("a run with learner.islands")
     island.add_argument("--island", metavar="NAME", help="which island this is")
     island.add_argument("--coordinator-url", metavar="URL", help="of the run's coordinator")

@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,30 +21,24 @@ from learner_jax.metrics import JsonLines
 from learner_jax.optimizer import learning_rate
 from learner_jax.packing import TokenBatch
 from learner_jax.training import StepResult
-from runspec.core.models.config import ModelConfig
 from runspec.core.models.flops import useful_flops
 from runspec.core.models.hardware import jax_device
 from runspec.core.run_files import METRICS_FILE, SAMPLES_FILE, initial_model
-from runspec.core.spec.schema import Lora
 
 SAMPLES_A_STEP = 2
+_SAME = (
+    *("by_target", "accepted_rollouts", "rejected_rollouts", "rejected_submissions"),
+    *("filtered_groups", "sampler_busy_fraction", "length_mean"),
+    *("verdict_latency_p50", "verdict_latency_p99"),
+    *("manifest_latency_p50", "manifest_latency_p99"),
+)
 FROM_STATS = {
     "task_reward": "task_reward_mean",
     "reward": "reward_mean",
-    "length_mean": "length_mean",
     "length_error": "length_error_mean",
-    "by_target": "by_target",
     "logprob_diff": "logprob_diff_mean",
-    "accepted_rollouts": "accepted_rollouts",
-    "rejected_rollouts": "rejected_rollouts",
-    "rejected_submissions": "rejected_submissions",
-    "filtered_groups": "filtered_groups",
-    "sampler_busy_fraction": "sampler_busy_fraction",
     "sampler_tokens_per_s": "accepted_tokens_per_s",
-    "verdict_latency_p50": "verdict_latency_p50",
-    "verdict_latency_p99": "verdict_latency_p99",
-    "manifest_latency_p50": "manifest_latency_p50",
-    "manifest_latency_p99": "manifest_latency_p99",
+    **{name: name for name in _SAME},
 }
 """Key of a line: name of the figure in the manifest's `stats`."""
 
@@ -60,17 +54,22 @@ class Times:
 
 
 def work_line(
-    result: StepResult, lengths: Sequence[int], meter: Meter, times: Times
+    result: StepResult, useful: float, peak: float | None, times: Times
 ) -> dict[str, Any]:
     """What the line of a step says of any run: numbers, speed, and where the time went.
 
-    `mfu` is over all of `train_s`, `mfu_update` over the updates alone; both are null on a device
-    whose peak is not known.
+    `mfu` is the share of useful FLOPs in what the devices could do over all of `train_s`,
+    `mfu_update` over the updates alone:
+
+        MFU = useful / (seconds x peak FLOP/s of all devices)
+
+    PaLM's MFU (arXiv 2204.02311, appendix B) is the same but for counting the masked half of
+    attention.
 
     Args:
         result: what came of the step.
-        lengths: tokens of each rollout or document.
-        meter: for MFU.
+        useful: FLOPs (`runspec.core.models.flops.useful_flops`).
+        peak: FLOP/s of all devices; None where it is not known, as for CPUs. Both are null then.
         times: since the step before.
     """
     train_s, waits, wait_s = times.train_s, times.waits, sum(times.waits.values())
@@ -80,8 +79,8 @@ def work_line(
         "tokens": result.tokens,
         "tokens_per_s": result.tokens / train_s,
         "padding_share": 1.0 - result.tokens / result.positions,
-        "mfu": meter.mfu(lengths, train_s),
-        "mfu_update": meter.mfu(lengths, result.update_s),
+        "mfu": None if peak is None else useful / (train_s * peak),
+        "mfu_update": None if peak is None else useful / (result.update_s * peak),
         "train_s": train_s,
         "update_s": result.update_s,
         "wait_s": wait_s,
@@ -149,29 +148,6 @@ def peak_flops(device_kind: str) -> float | None:
     return None if device is None else device.peak_flops
 
 
-@dataclass(frozen=True)
-class Meter:
-    """Computes MFU: the share of useful FLOPs in what the devices could do in the time.
-
-        MFU = useful / (seconds x devices x peak FLOP/s of one device)
-
-    with the useful FLOPs of `runspec.core.models.flops`. PaLM's MFU (arXiv 2204.02311, appendix B)
-    is the same but for counting the masked half of attention.
-    """
-
-    config: ModelConfig
-    lora: Lora | None
-    devices: int
-    peak: float | None
-    """FLOP/s of one device; None where it is not known, as for CPUs."""
-
-    def mfu(self, lengths: Sequence[int], seconds: float) -> float | None:
-        """MFU of training samples of these lengths in that time; None without a peak."""
-        if self.peak is None:
-            return None
-        return useful_flops(self.config, lengths, self.lora) / (seconds * self.devices * self.peak)
-
-
 class Records(ABC):
     """Writes the lines of one run, in process 0. A step trained again adds only to the log.
 
@@ -182,7 +158,7 @@ class Records(ABC):
     def __init__(self, run: LearnerRun) -> None:
         self._run, self._metrics = run, JsonLines(run.folder / METRICS_FILE)
         peak = peak_flops(run.mesh.devices.flat[0].device_kind)
-        self._meter = Meter(run.config, run.spec.learner.lora, run.mesh.size, peak)
+        self._peak = None if peak is None else peak * run.mesh.size
         self._replay_difference: float | None = None
 
     def write(
@@ -211,10 +187,11 @@ class Records(ABC):
         if replay_difference is not None:
             self._replay_difference = max(self._replay_difference or 0.0, replay_difference)
         lengths, own = self._describe(batch, result, held_out_nll)
+        useful = useful_flops(self._run.config, lengths, self._run.spec.learner.lora)
         line = {
             "version": step + 1,
             **own,
-            **work_line(result, lengths, self._meter, times),
+            **work_line(result, useful, self._peak, times),
             "replay_difference": self._replay_difference,
             "islands": islands,
         }

@@ -125,10 +125,31 @@ def train_step(
     """
     begun = time.perf_counter()
     # All of pi_old before the first update: that is what makes it the version's.
-    shares = [
-        _share(spec, mesh, programs, published, reference, rollouts)
-        for rollouts in _split(batch, spec.grpo.updates_per_step)
-    ]
+    shares = []
+    for named in _split(batch, spec.grpo.updates_per_step):
+        names, rollouts = zip(*named, strict=True)
+        packed = pack(
+            [Sample(rollout.prompt_tokens, rollout.output_tokens) for rollout in rollouts],
+            tokens=spec.learner.packing.tokens,
+            rows=spec.learner.packing.rows,
+            shards=mesh.shape["data"] * mesh.shape["fsdp"],
+            microbatches=microbatch_bound(spec),
+        )
+        weights = token_weights(
+            [len(rollout.output_tokens) for rollout in rollouts],
+            spec.grpo.loss_normalizer,
+            max_new_tokens=max(pool.max_new_tokens for pool in spec.samplers),
+        )
+        scattered = [
+            packed.scatter(values)
+            for values in (weights, [r.advantage for r in rollouts], [r.mu for r in rollouts])
+        ]
+        tokens, (on_mesh, advantages, mu) = shard_batch((packed.batch, scattered), mesh)
+        recompute, count = spec.grpo.old_logprobs == "recompute", packed.microbatches
+        old = programs.score(published, tokens, count) if recompute else mu
+        ref = None if reference is None else programs.score(reference, tokens, count)
+        inputs = LossInputs(on_mesh, advantages, old, mu, ref)
+        shares.append(Share(tokens, inputs, count, names, packed.gather))
     jax.block_until_ready([share.inputs for share in shares])
     scored = time.perf_counter()
     what = f"step {batch.manifest.step}"
@@ -234,45 +255,6 @@ def _split(batch: Batch, parts: int) -> list[list[tuple[RolloutName, TrainingRol
     bounds = [round(i * len(groups) / parts) for i in range(parts + 1)]
     shares = ([each for group in groups[a:b] for each in group] for a, b in pairwise(bounds))
     return [share for share in shares if share]
-
-
-def _share(
-    spec: RunSpec,
-    mesh: Mesh,
-    programs: Programs,
-    published: Any,
-    reference: Any | None,
-    named: Sequence[tuple[RolloutName, TrainingRollout]],
-) -> Share:
-    names, rollouts = zip(*named, strict=True)
-    packed = pack(
-        [Sample(rollout.prompt_tokens, rollout.output_tokens) for rollout in rollouts],
-        tokens=spec.learner.packing.tokens,
-        rows=spec.learner.packing.rows,
-        shards=mesh.shape["data"] * mesh.shape["fsdp"],
-        microbatches=microbatch_bound(spec),
-    )
-    weights = token_weights(
-        [len(rollout.output_tokens) for rollout in rollouts],
-        spec.grpo.loss_normalizer,
-        max_new_tokens=max(pool.max_new_tokens for pool in spec.samplers),
-    )
-    scattered = [
-        packed.scatter(values)
-        for values in (weights, [r.advantage for r in rollouts], [r.mu for r in rollouts])
-    ]
-    tokens, (on_mesh, advantages, mu) = shard_batch((packed.batch, scattered), mesh)
-    recompute = spec.grpo.old_logprobs == "recompute"
-    inputs = LossInputs(
-        weights=on_mesh,
-        advantages=advantages,
-        old_logprobs=programs.score(published, tokens, packed.microbatches) if recompute else mu,
-        sampler_logprobs=mu,
-        ref_logprobs=(
-            None if reference is None else programs.score(reference, tokens, packed.microbatches)
-        ),
-    )
-    return Share(tokens, inputs, packed.microbatches, names, packed.gather)
 
 
 def step_numbers(outcomes: Sequence[tuple[Any, Update]]) -> dict[str, float]:

@@ -317,13 +317,6 @@ def _relative_difference(a: Any, b: Any) -> Float[Array, ""]:
     return norm(jax.tree.map(jnp.subtract, a, b)) / norm(b)
 
 
-def probe_tokens(seed: int, config: ModelConfig) -> np.ndarray:
-    """Draw token ids, i32 [PROBE_SEQUENCES, at most PROBE_TOKENS], from the run's seed."""
-    length = min(PROBE_TOKENS, config.max_position_embeddings)
-    rng = np.random.default_rng([seed, 3])
-    return rng.integers(0, config.vocab_size, (PROBE_SEQUENCES, length)).astype(np.int32)
-
-
 def build_probe(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Callable[[Any], dict[str, Any]]:
     """Return a function from published parameters to the contents of probe.json.
 
@@ -335,7 +328,9 @@ def build_probe(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Callable[[Any
 
     logprobs[i] is of t_(i+1) given the tokens before it, at temperature 1.
     """
-    tokens = probe_tokens(spec.seed, config)
+    length = min(PROBE_TOKENS, config.max_position_embeddings)
+    drawn = np.random.default_rng([spec.seed, 3])
+    tokens = drawn.integers(0, config.vocab_size, (PROBE_SEQUENCES, length)).astype(np.int32)
     targets = np.concatenate([tokens[:, 1:], np.zeros_like(tokens[:, :1])], axis=1)
     batch = TokenBatch(
         tokens=tokens,

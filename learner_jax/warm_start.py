@@ -14,7 +14,6 @@ import shutil
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -88,22 +87,20 @@ def make_initial_model(run_dir: Path, cache: Path, log: logging.Logger) -> Path:
     spec = load_resolved(run_dir)
     data = load_warm_start_data(spec)
     cache.mkdir(parents=True, exist_ok=True)
-    with _alone_in(cache, log):
-        model = _find_or_make(spec, data, cache, log)
-    _link(initial_model(run_dir), model)
-    return model
-
-
-def _alone_in(cache: Path, log: logging.Logger) -> AbstractContextManager[None]:
-    """Hold the cache's lock: two runs of one start make it once, and what another run has begun
-    here is not a leftover."""
     held = UserError(
         f"another run's warm start has held the cache for {OTHERS_S:.0f} s",
         place=str(cache),
         remedy="end that run, or wait for it",
     )
     waiting = partial(log.info, "waiting for another run's warm start in %s", cache)
-    return locked(open_folder_lock(cache), OTHERS_S, held, waiting)
+    # Two runs of one start make it once, and what another run has begun here is not a leftover.
+    with locked(open_folder_lock(cache), OTHERS_S, held, waiting):
+        model = _find_or_make(spec, data, cache, log)
+    link = initial_model(run_dir)
+    temporary = link.with_name(f".tmp-{uuid.uuid4().hex}-{link.name}")
+    temporary.symlink_to(model.resolve())
+    temporary.replace(link)
+    return model
 
 
 def _find_or_make(spec: RunSpec, data: WarmStartData, cache: Path, log: logging.Logger) -> Path:
@@ -199,12 +196,6 @@ def _make(
     }
     (directory / CURVE_FILE).write_text(json.dumps(record, indent=1))
     return record
-
-
-def _link(link: Path, target: Path) -> None:
-    temporary = link.with_name(f".tmp-{uuid.uuid4().hex}-{link.name}")
-    temporary.symlink_to(target.resolve())
-    temporary.replace(link)
 
 
 def supervise(

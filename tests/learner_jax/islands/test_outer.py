@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import optax
 import pytest
 import torch
 from blake3 import blake3
-from jax.sharding import Mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bridge.codecs import SEGMENT, codec
@@ -24,16 +22,14 @@ from bridge.flat import FlatLayout
 from learner_jax.corpus.rows import CorpusRows
 from learner_jax.islands.state import OuterState, encode_share, outer_update, weighted_mean
 from learner_jax.leaves import HostLeaves, leaf_path, load_params
-from learner_jax.model import abstract_params, init_params
-from learner_jax.packing import Sample, pack
-from learner_jax.sharding import make_mesh, shard_batch, shard_params
-from learner_jax.step import Programs, build_programs, microbatch_bound
+from learner_jax.model import init_params
+from learner_jax.sharding import make_mesh
+from learner_jax.step import Programs, build_programs
 from learner_jax.supervised import supervised_step
 from learner_jax.warm_start import model_config
 from runspec.core.models.family import load_config
-from runspec.core.spec.schema import Outer, RunSpec
+from runspec.core.spec.schema import Outer
 from tests.learner_jax.conftest import changed
-from tests.learner_jax.reference import Rollout, inputs_of, make_rollouts
 from tests.learner_jax.test_gradients import CONFIG as DOCUMENT_CONFIG
 from tests.learner_jax.test_gradients import params_of
 from tests.learner_jax.test_supervised import (
@@ -144,7 +140,6 @@ def test_with_feedback_the_shares_add_up_to_the_deltas():
 
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
-NORMALIZERS = ["sequence", "token", "constant"]
 PLAIN = {"kind": "sgd", "momentum": 0.0, "clip_norm": 1e9}
 """An inner update that is linear in the gradient."""
 
@@ -167,60 +162,6 @@ def assert_equal_updates(
     moved = np.linalg.norm(expected - theta)
     assert moved > 0.1 * np.linalg.norm(theta)
     assert np.linalg.norm(found - expected) < TOLERANCE[dtype] * moved
-
-
-def rollout_spec(normalizer: str, **optimizer: Any) -> RunSpec:
-    spec = spec_with(loss_normalizer=normalizer)
-    return changed(spec, optimizer={**PLAIN, "lr": 20.0, **optimizer})
-
-
-@cache
-def programs64() -> tuple[RunSpec, Mesh, Programs]:
-    """Those of every normaliser: it is in the weights alone."""
-    spec = changed(
-        rollout_spec("sequence", lr=5.0),
-        learner={"compute_dtype": "float64", "master_dtype": "float64"},
-        broadcast={"dtype": "float64"},
-    )
-    mesh = make_mesh(spec.learner.mesh)
-    return spec, mesh, build_programs(spec, DOCUMENT_CONFIG, mesh)
-
-
-def updated64(rollouts: list[Rollout], normalizer: str) -> np.ndarray:
-    """The parameters after one update in float64, by the jitted programs, [n]."""
-    spec, mesh, programs = programs64()
-    params = shard_params(params_of("float64"), abstract_params(DOCUMENT_CONFIG), mesh)
-    state = programs.init_state(params)
-    packed = pack(
-        [Sample(rollout.prompt, rollout.output) for rollout in rollouts],
-        tokens=spec.learner.packing.tokens,
-        rows=spec.learner.packing.rows,
-        shards=2,
-        microbatches=microbatch_bound(spec),
-    )
-    inputs = inputs_of(packed, rollouts, rollout_spec(normalizer).grpo)
-    tokens, inputs = shard_batch((packed.batch, inputs), mesh)
-    total = programs.accumulate(state.params, tokens, inputs, packed.microbatches)
-    state, _ = programs.apply(state, total)
-    return FlatLayout(DOCUMENT_CONFIG).flatten(HostLeaves(state.params), np.float64)
-
-
-@pytest.mark.parametrize("normalizer", NORMALIZERS)
-def test_islands_of_rollouts_are_one_data_parallel_learner(normalizer):
-    # given ten rollouts, of which one island has three
-    rollouts = make_rollouts(np.random.default_rng(0), DOCUMENT_CONFIG.vocab_size, 10, longest=30)
-    parts = [rollouts[:3], rollouts[3:]]
-    weights = [
-        float(sum(len(r.output) for r in part) if normalizer == "token" else len(part))
-        for part in parts
-    ]
-    # when they make an update together, and one learner makes it
-    with jax.enable_x64(True):
-        theta = FlatLayout(DOCUMENT_CONFIG).flatten(HostLeaves(params_of("float64")), np.float64)
-        expected = updated64(rollouts, normalizer)
-        found = averaged(theta, [updated64(part, normalizer) for part in parts], weights)
-    # then it is the same
-    assert_equal_updates(theta, found, expected, "float64")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
