@@ -41,7 +41,7 @@ from learner_jax.sharding import (
     param_shardings,
     wide_dtype,
 )
-from learner_jax.supervised_loss import DocumentInputs, DocumentMetrics, document_loss
+from learner_jax.supervised_loss import DocumentMetrics, document_loss
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec
@@ -99,8 +99,7 @@ class Programs:
     abstract_state: TrainState
     """`jax.ShapeDtypeStruct` with shardings: the target of a restore."""
     abstract_batch: tuple[TokenBatch, Any]
-    """The same of what `score` and `accumulate` take, [M, rows, tokens]: tokens, and `LossInputs`
-    or, of runs that train on documents, `DocumentInputs`."""
+    """The same of what `score` and `accumulate` take, [M, rows, tokens]: tokens, `LossInputs`."""
     abstract_base: Any | None
     """The same of the frozen weights under adapters; None where the weights are trained."""
     init_state: Callable[[Any], TrainState]
@@ -358,6 +357,6 @@ def _abstract_batch(spec: RunSpec, mesh: Mesh) -> tuple[TokenBatch, Any]:
         jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype in (jnp.int32, jnp.float32)
     )
     if spec.supervised is not None:
-        return TokenBatch(*[token] * 4), DocumentInputs(value)
+        return TokenBatch(*[token] * 4), LossInputs(value)
     reference = value if spec.grpo.kl.coef else None
     return TokenBatch(*[token] * 4), LossInputs(value, value, value, value, reference)

@@ -12,10 +12,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from learner_jax.corpus.rows import CorpusRows
-from learner_jax.packing import TokenBatch
+from learner_jax.packing import LossInputs, TokenBatch
 from learner_jax.sharding import shard_batch
 from learner_jax.step import Programs, TrainState, microbatch_bound
-from learner_jax.supervised_loss import DocumentInputs
 from learner_jax.training import Share, StepResult, make_updates
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
@@ -122,5 +121,5 @@ def _shares(spec: RunSpec, mesh: Mesh, rows: CorpusRows) -> Iterator[Share]:
         own = (weights[update] / total).astype(weights.dtype)
         real = int(np.flatnonzero(own.any(axis=(1, 2)))[-1]) + 1
         tokens = jax.tree.map(lambda x, at=update: x[at], batch)
-        on_mesh = shard_batch((tokens, DocumentInputs(own)), mesh)
+        on_mesh = shard_batch((tokens, LossInputs(own)), mesh)
         yield Share(*on_mesh, real, names, lambda values: [*values.reshape(-1, packing.tokens)])

@@ -17,11 +17,10 @@ import pytest
 from learner_jax.corpus.rows import CorpusRows
 from learner_jax.logprobs import token_logprobs
 from learner_jax.model import abstract_params
-from learner_jax.packing import Sample, TokenBatch, pack
+from learner_jax.packing import LossInputs, Sample, TokenBatch, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import Programs, TrainState, build_programs, microbatch_bound
 from learner_jax.supervised import held_out_loss, supervised_step
-from learner_jax.supervised_loss import DocumentInputs
 from learner_jax.training import StepResult
 from runspec.core.errors import UserError
 from runspec.core.models.memory import KEPT_LOGITS
@@ -203,7 +202,7 @@ def accumulated(spec: RunSpec, rows: CorpusRows) -> tuple[float, Any, dict[str, 
     params = shard_params(params_of(spec.learner.master_dtype), abstract_params(CONFIG), mesh)
     shape = programs.abstract_batch[1].weights.shape
     weights = rows.weights / rows.weights.sum(dtype=np.float64)
-    inputs = DocumentInputs(weights.astype(rows.weights.dtype).reshape(shape))
+    inputs = LossInputs(weights.astype(rows.weights.dtype).reshape(shape))
     tokens = jax.tree.map(lambda x: x.reshape(shape), rows.batch)
     total = programs.accumulate(params, *shard_batch((tokens, inputs), mesh), shape[0])
     total = jax.device_get(total)
