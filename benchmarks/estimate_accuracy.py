@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.runs import ROOT
-from learner_jax.topology import parse_topology, prepare_environment, topology_devices
+from learner_jax.aot_command import parse_topology, prepare_environment, topology_devices
 from runspec.core.models.spec_model import model_config
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec

@@ -23,8 +23,9 @@ import argparse
 import json
 from typing import Any
 
+from benchmarks._hlo import Cost, program_cost
 from benchmarks.runs import ROOT
-from learner_jax.topology import (
+from learner_jax.aot_command import (
     parse_topology,
     prepare_environment,
     topology_devices,
@@ -32,6 +33,7 @@ from learner_jax.topology import (
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import parse_config
 from runspec.core.models.hardware import DEVICES
+from runspec.core.models.memory import device_positions, logits_chunk
 from runspec.core.models.spec_model import model_names, named_model
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
@@ -86,19 +88,28 @@ def slice_spec(chips: int, tokens: int) -> RunSpec:
 
 
 def analyse_slice(config: ModelConfig, chips: int, tokens: int) -> dict[str, Any]:
-    from learner_jax.aot import analyse
+    from learner_jax.aot import analyse, compile_programs, learner_mesh
+    from learner_jax.step import build_programs
 
     spec = slice_spec(chips, tokens)
     devices = topology_devices(parse_topology(f"v5p:{SLICES[chips]}"))
     memory = int(V5P.memory or 0)
-    report = analyse(spec, config, devices, memory=memory, names=PROGRAMS)
-    terms = {name: _terms(config, name, report["programs"][name], tokens) for name in PROGRAMS}
+    report = analyse(spec, config, devices, memory=memory, names=["accumulate"])
+    programs = build_programs(spec, config, learner_mesh(spec, devices))
+    # Of the head's loop, whose length is data's: every position has a target.
+    chunks = -(-device_positions(spec.learner) // logits_chunk(spec.learner, config.vocab_size))
+    costs = {
+        each.name: program_cost(each.executable.as_text() or "", {"vocabulary_head": chunks})
+        for each in compile_programs(programs, PROGRAMS)
+        if each.executable is not None
+    }
+    terms = {name: _terms(config, name, cost, tokens) for name, cost in costs.items()}
     total = {term: sum(of[term] for of in terms.values()) for term in ("compute", "hbm", "ici")}
     return {
         "chips": chips,
         "needed_gigabytes": round(max(report["memory"]["needed_bytes"].values()) / 1e9, 1),
         "mesh": report["mesh"],
-        "collectives": report["programs"]["accumulate"]["collectives"],
+        "collectives": dict(costs["accumulate"].collectives),
         "seconds": {name: {k: round(v, 4) for k, v in of.items()} for name, of in terms.items()},
         "step": {
             "compute_s": total["compute"],
@@ -110,16 +121,13 @@ def analyse_slice(config: ModelConfig, chips: int, tokens: int) -> dict[str, Any
     }
 
 
-def _terms(
-    config: ModelConfig, name: str, program: dict[str, Any], tokens: int
-) -> dict[str, float]:
+def _terms(config: ModelConfig, name: str, cost: Cost, tokens: int) -> dict[str, float]:
     width = config.num_attention_heads * config.head_dim
     product = tokens * tokens * width * config.num_hidden_layers
-    sent = sum(found["bytes_sent"] for found in program["collectives"].values())
     return {
-        "compute": (program["flops"] + ATTENTION_PRODUCTS[name] * product) / FLOPS,
-        "hbm": program["hbm_bytes"] / HBM,
-        "ici": sent / ICI,
+        "compute": (cost.flops + ATTENTION_PRODUCTS[name] * product) / FLOPS,
+        "hbm": cost.hbm_bytes / HBM,
+        "ici": cost.wire_bytes.total() / ICI,
     }
 
 

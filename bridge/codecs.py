@@ -6,12 +6,10 @@ the elements, little-endian throughout. A scale is a float32 and belongs to a bl
     kind      block   scale          value                                     bytes an element
     float32   none    none           float32                                   4
     float16   1024    max |x|        float16 of x / scale                      2.004
-    int8      256     max |x| / 127  x / scale, rounded half to even           1.016
-    int4      128     max |x| / 7    likewise, + 8; two a byte, low half first  0.531
     sparse    4096    max |x| / 7    the 64 largest |x|, 2 bytes each          0.032
 
-A value of `sparse` is a uint16: 12 bits of index within the block, then 4 bits as of int4. Indices
-rise within a block. Where several |x| are equal, the first are taken.
+A value of `sparse` is a uint16: 12 bits of index within the block, then 4 bits of x / scale + 8,
+rounded half to even. Indices rise within a block. Where several |x| are equal, the first are taken.
 
 Every operation is one of IEEE 754 on single elements, so that all platforms decode the same bits.
 Encoding and decoding need memory for the result and for one segment of 2^20 elements.
@@ -27,7 +25,7 @@ import numpy as np
 
 from runspec.core.errors import UserError
 
-Kind = Literal["float32", "float16", "int8", "int4", "sparse"]
+Kind = Literal["float32", "float16", "sparse"]
 SEGMENT = 1 << 20
 """Elements that are encoded or decoded at a time: a multiple of every block."""
 LARGEST = 64
@@ -186,31 +184,6 @@ class _Float16(_Blocks):
         return (x / scales).astype(np.float16)
 
 
-class _Int8(_Blocks):
-    kind, feedback, block, steps, dtype = "int8", 1.0, 256, 127, "i1"
-
-    def _value_bytes(self, n: int) -> int:
-        return n
-
-    def _encode(self, x: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        return np.rint(x / scales).astype(np.int8)
-
-
-class _Int4(_Blocks):
-    kind, feedback, block, steps, dtype = "int4", 1.0, 128, 7, "u1"
-
-    def _value_bytes(self, n: int) -> int:
-        return -(-n // 2)
-
-    def _encode(self, x: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        halves = (np.rint(x / scales) + 8).astype(np.uint8)
-        return halves[:, 0::2] | halves[:, 1::2] << 4
-
-    def _decode(self, scales: np.ndarray, values: np.ndarray) -> np.ndarray:
-        halves = np.stack([values & 15, values >> 4], axis=-1).reshape(len(values), -1)
-        return (halves.astype(np.float32) - 8) * scales
-
-
 class _Sparse(_Blocks):
     kind, feedback, block, steps, dtype = "sparse", 0.95, 4096, 7, "<u2"
 
@@ -232,9 +205,7 @@ class _Sparse(_Blocks):
         return x
 
 
-_CODECS: dict[Kind, Codec] = {
-    each.kind: each for each in (_Float32(), _Float16(), _Int8(), _Int4(), _Sparse())
-}
+_CODECS: dict[Kind, Codec] = {each.kind: each for each in (_Float32(), _Float16(), _Sparse())}
 
 
 def _largest(size: np.ndarray) -> np.ndarray:

@@ -7,10 +7,13 @@ import dataclasses
 import logging
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from learner_jax.island_link import IslandLink
 from runspec.core.errors import UserError
 from runspec.core.process import run_role, stop_event
+
+if TYPE_CHECKING:
+    from learner_jax.learner_run import IslandLink
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,9 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     draw.add_argument("run_dir", type=Path, help="run directory with spec.json and a tokenizer")
     train = commands.add_parser("train", help="train every step that is left, then exit 0")
     train.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
-    _add_joining_options(train)
-    train.add_argument("--metrics", metavar="HOST:PORT", help="serves Prometheus metrics there")
-    _add_island_options(train)
+    _add_train_options(train)
     aot = commands.add_parser(
         "aot", help="compile the run's programs for its hardware, without it; prints JSON"
     )
@@ -89,27 +90,20 @@ def main(arguments: list[str] | None = None) -> int:
 _SEQUENCES = "documents: text, JSON lines, Parquet, FASTA or FASTQ, plain or gzip"
 
 
-def _add_joining_options(train: argparse.ArgumentParser) -> None:
+def _add_train_options(train: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
         help="address of process 0, where learner.hosts is above 1 and JAX cannot find out",
     )
-    train.add_argument(
-        "--process",
-        type=int,
-        metavar="I",
-        help="number of this process, from 0",
-    )
+    train.add_argument("--process", type=int, metavar="I", help="number of this one, from 0")
     train.add_argument(
         "--join", type=int, default=300, metavar="S", help="seconds to wait for the others to join"
     )
     train.add_argument(
         "--heartbeat", type=int, default=60, metavar="S", help="seconds of silence that mean death"
     )
-
-
-def _add_island_options(train: argparse.ArgumentParser) -> None:
+    train.add_argument("--metrics", metavar="HOST:PORT", help="serves Prometheus metrics there")
     island = train.add_argument_group("a run with learner.islands")
     island.add_argument("--island", metavar="NAME", help="which island this is")
     island.add_argument("--coordinator-url", metavar="URL", help="of the run's coordinator")
@@ -167,15 +161,17 @@ def _add_tokenizer(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _run(options: argparse.Namespace, log: logging.Logger) -> None:
     # Imported here, so that --help waits for no JAX.
+    def given(names: str) -> dict[str, Any]:
+        return {name: getattr(options, name) for name in names.split()}
+
     if options.command == "train":
         _train(options, log)
     elif options.command == "aot":
-        from learner_jax.aot_command import AotOptions, aot_command
+        from learner_jax.aot_command import aot_command
 
-        fields = ("run", "programs", "profile", "overrides", "topology", "model_config")
-        aot_command(AotOptions(**{name: getattr(options, name) for name in fields}))
+        aot_command(**given("run programs profile overrides topology model_config"))
     elif options.command == "draw":
-        from learner_jax.drawn import draw_initial_model
+        from learner_jax.warm_start import draw_initial_model
 
         draw_initial_model(options.run_dir, log)
     elif options.command == "export-adapter":
@@ -190,21 +186,12 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
     elif options.command == "tokenizer":
         from learner_jax.corpus.tokenizer import tokenizer_command
 
-        tokenizer_command(
-            options.files,
-            options.out,
-            log,
-            vocab=options.vocab,
-            scheme=options.scheme,
-            kind=options.kind,
-            column=options.column,
-            max_characters=options.max_characters,
-        )
+        shape = given("files out vocab scheme kind column max_characters")
+        tokenizer_command(log=log, **shape)
     elif options.command == "embed" or (options.command == "score" and options.files):
         from learner_jax.corpus.sequences import Options, embed_sequences, score_sequences
 
-        given = vars(options)
-        sequences = Options(**{each.name: given[each.name] for each in dataclasses.fields(Options)})
+        sequences = Options(**given(" ".join(each.name for each in dataclasses.fields(Options))))
         if options.command == "embed":
             embed_sequences(sequences, options.out, options.names, log)
         else:
@@ -212,14 +199,7 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
     elif options.command == "score":
         from learner_jax.score import score_command
 
-        score_command(
-            options.model_dir,
-            options.tokens,
-            log,
-            dtype=options.dtype,
-            mesh=options.mesh,
-            out=options.out,
-        )
+        score_command(log=log, **given("model_dir tokens dtype mesh out"))
     else:
         from learner_jax.warm_start import make_initial_model
 
@@ -229,8 +209,8 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
 def _train(options: argparse.Namespace, log: logging.Logger) -> None:
     from learner_jax.compile_cache import cache_folder, keep_compiled
     from learner_jax.distributed import joined
-    from learner_jax.islands.folder import prepare_folder
-    from learner_jax.runner import train
+    from learner_jax.islands.mirror import prepare_folder
+    from learner_jax.train import train
     from runspec.core.spec.islands import island_spec
     from runspec.core.spec.resolved import load_resolved
 
@@ -259,6 +239,8 @@ def _link(options: argparse.Namespace) -> IslandLink | None:
     Raises:
         UserError: an option is missing.
     """
+    from learner_jax.learner_run import IslandLink
+
     if options.island is None:
         return None
     if options.process not in (None, 0):

@@ -1,14 +1,14 @@
 """Compiles the programs of a run without running them, and says what each needs of a device.
 
 For a TPU slice no chip is needed: libtpu compiles for a topology by its name. All numbers are the
-compiler's or counted in its output; none is a measurement.
+compiler's own; none is a measurement.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,12 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
-from learner_jax.execution import full_float32
-from learner_jax.hlo import program_cost
 from learner_jax.optimizer import HOST_MEMORY
-from learner_jax.sharding import AXES, make_mesh
+from learner_jax.sharding import AXES, full_float32, make_mesh
 from learner_jax.step import Programs, build_programs
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.memory import device_positions, held_weights, logits_chunk
+from runspec.core.models.memory import held_weights
 from runspec.core.spec.schema import RunSpec
 
 PROGRAMS = ("publish", "score", "accumulate", "apply")
@@ -138,11 +136,8 @@ def analyse(
         "reference": weights if holds_reference else 0,
         "batch": _device_bytes(programs.abstract_batch),
     }
-    # Of the loops whose length is data's: one microbatch, all of it positions with a target.
-    chunks = -(-device_positions(spec.learner) // logits_chunk(spec.learner, config.vocab_size))
-    assumed = {"vocabulary_head": chunks}
     platform = devices[0].platform
-    reports = {c.name: _report(c, assumed, platform) for c in compile_programs(programs, names)}
+    reports = {c.name: _report(c, platform) for c in compile_programs(programs, names)}
     # Beside what a program takes, the learner holds the rest of what a step needs; gradients are
     # there from the end of `accumulate`, which counts them as its own, to that of `apply`.
     held = sum(resident.values()) - resident["gradients"]
@@ -177,12 +172,11 @@ def analyse(
     }
 
 
-def _report(compiled: Compiled, assumed: Mapping[str, int], platform: str) -> dict[str, Any]:
+def _report(compiled: Compiled, platform: str) -> dict[str, Any]:
     if compiled.executable is None:
         return compiled.seconds | {"does_not_fit": compiled.refusal.splitlines()[0]}
-    memory, text = compiled.executable.memory_analysis(), compiled.executable.as_text()
-    assert memory is not None and text is not None  # every backend of ours has both
-    cost = program_cost(text, assumed)
+    memory, cost = compiled.executable.memory_analysis(), compiled.executable.cost_analysis()
+    assert memory is not None and cost is not None  # every backend of ours has both
     own = memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
     if platform == "tpu":
         # libtpu counts some temporaries twice, and compiles programs whose sum is above the chip's
@@ -198,14 +192,8 @@ def _report(compiled: Compiled, assumed: Mapping[str, int], platform: str) -> di
         "peak_bytes": memory.peak_memory_in_bytes,
         "own_bytes": own,
         "host_temporary_bytes": memory.host_temp_size_in_bytes,
-        "flops": cost.flops,
-        "hbm_bytes": cost.hbm_bytes,
-        "collectives": {
-            kind: {"count": count, "bytes_sent": cost.wire_bytes[kind]}
-            for kind, count in sorted(cost.collectives.items())
-        },
-        "kernels": dict(sorted(cost.custom_calls.items())),
-        "assumed_loops": cost.assumed_loops,
+        "flops": cost.get("flops", 0.0),
+        "bytes_accessed": cost.get("bytes accessed", 0.0),
     }
 
 

@@ -3,10 +3,15 @@
 Tokens come from the submission, rewards and mu from the validator's verdict file. Nothing that the
 manifest does not name is ever read. A submission that a validator accepted and that cannot be
 decoded is an error that names it: a step without one of its groups would be another step.
+
+A worker claims log-probs as its engine computed them; a validator recomputes them with the
+learner's own model from the published bits of the version that sampled. Validators reject what is
+far off; `Agreement` shows what drifts within their limits and would bias every importance ratio.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -14,7 +19,6 @@ from pathlib import Path
 import numpy as np
 
 from learner_jax.advantage import group_advantages
-from learner_jax.agreement import Agreement, agreement
 from learner_jax.manifests import REMEDY as _REMEDY
 from learner_jax.manifests import ManifestReader, manifest_digest, own_share
 from runspec.core.canonical import parse_object
@@ -24,10 +28,9 @@ from runspec.core.hashing import digest_bytes
 from runspec.core.run_files import SubmissionFiles, submission_files
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
-from verify.formats import batch as batch_format
 from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
-from verify.formats.batch import BatchGroup, BatchManifest, open_batch
+from verify.formats.batch import BatchGroup, BatchManifest
 from verify.formats.submission import (
     Rollout,
     decode_rollouts,
@@ -42,6 +45,42 @@ from verify.formats.verdict import (
     decode_verdicts,
     open_verdict,
 )
+from verify.thresholds import LOGPROB_ALARM, precision_of
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """|claimed - recomputed| log-prob over the output tokens of a step that were recomputed."""
+
+    tokens: int
+    mean: float
+    """Nats."""
+    largest: float
+
+
+def agreement(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Agreement | None:
+    """Compares log-probs.
+
+    Args:
+        pairs: of each rollout the claimed and the recomputed ones, f32 [n] each.
+
+    Returns:
+        None where nothing was recomputed.
+    """
+    differences = [np.abs(claimed.astype(np.float64) - ours) for claimed, ours in pairs]
+    if not differences:
+        return None
+    every = np.concatenate(differences)
+    return Agreement(len(every), float(every.mean()), float(every.max()))
+
+
+def alarm_limit(spec: RunSpec) -> float:
+    """The mean above which a step raises the alarm: `verify.logprob_alarm`, or that of the coarsest
+    precision among the pools."""
+    if spec.verify.logprob_alarm is not None:
+        return spec.verify.logprob_alarm
+    return max(LOGPROB_ALARM[precision_of(pool)] for pool in spec.samplers)
+
 
 MAX_TABLE_BYTES = verdict_format.MAX_BYTES
 
@@ -116,21 +155,18 @@ class BatchReader(ManifestReader[BatchManifest]):
         self._max_read = max(MAX_TABLE_BYTES, largest_submission_bytes(spec))
         self._max_bytes = min(self._max_read, largest_accepted_bytes(spec))
 
-    def _open(self, path: Path, step: int, coordinators: frozenset[str] | None) -> BatchManifest:
-        data = read_bounded(path, batch_format.MAX_BYTES)
-        manifest = open_batch(data, coordinators=coordinators, run=self._spec.name, step=step)
+    def _check(self, manifest: BatchManifest, path: Path) -> None:
+        step, most = manifest.step, self._spec.grpo.async_level
         for group in manifest.groups:
-            if not 0 <= step - group.version <= self._spec.grpo.async_level:
+            if not 0 <= step - group.version <= most:
                 raise UserError(
                     f"a group of version {group.version} in step {step}: lag "
-                    f"{step - group.version}, algorithm.async_level is "
-                    f"{self._spec.grpo.async_level}",
+                    f"{step - group.version}, algorithm.async_level is {most}",
                     place=str(path),
                     remedy="the coordinator is at fault: report this with its log",
                 )
         if not manifest.groups:
             raise UserError("it names no group", place=str(path), remedy=_REMEDY)
-        return manifest
 
     def read(self, manifest: BatchManifest) -> Batch:
         """Reads the files that a manifest names, each once, and computes the advantages.

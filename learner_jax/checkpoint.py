@@ -74,7 +74,7 @@ class StateInfo:
     """Whether the masters give the bits that version `step` was published with. False only where a
     replay elsewhere than the run began came out otherwise."""
     fingerprint: dict[str, Any]
-    """`learner_jax.fingerprint` of the program that wrote it."""
+    """`learner_jax.versions` of the program that wrote it."""
     corpus: str | None = None
     """Digest of the documents that it was trained on; None for rollouts."""
     beside: dict[str, list[Any]] = field(default_factory=dict)

@@ -19,11 +19,9 @@ from flax import nnx
 from jax import nn
 from jaxtyping import Array, Float, Int
 
-from learner_jax.attention import Rows, attend_in_rows, packed_attention
-from learner_jax.attention.context import from_zigzag, to_zigzag
-from learner_jax.execution import Execution, wide_dtype, widen
+from learner_jax.attention import Rows, attend_in_rows, from_zigzag, packed_attention, to_zigzag
 from learner_jax.modules import Linear, RMSNorm, param, scan_layers, stacked
-from learner_jax.sharding import constrain
+from learner_jax.sharding import Execution, constrain, wide_dtype, widen
 from runspec.core.models.config import Linear as LinearScaling
 from runspec.core.models.config import Llama3, ModelConfig, Yarn
 from runspec.core.models.decoder import OUTPUT_GAIN

@@ -214,9 +214,7 @@ def joined(
     if processes == 1:
         yield Peers()
         return
-    if (coordinator, index) == (None, None):
-        coordinator, index = _environment()
-    _check_place(processes, coordinator, index)
+    coordinator, index = _place(processes, coordinator, index)
     _join(processes, coordinator, index, log, join_s, heartbeat_s)
     peers = Peers(jax.process_index(), _names(processes))
     who = ", ".join(f"{i}: {name}" for i, name in enumerate(peers.names))
@@ -253,17 +251,20 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def _environment() -> tuple[str | None, int | None]:
-    """Coordinator and number where both variables are set; else JAX finds out."""
+def _place(
+    processes: int, coordinator: str | None, index: int | None
+) -> tuple[str | None, int | None]:
+    """Coordinator and number as given, or of the environment where both variables are set; else
+    JAX finds out.
+
+    Raises:
+        UserError: one is given alone, or the number is none of the learner's.
+    """
     address, number = os.environ.get("JAX_COORDINATOR_ADDRESS"), os.environ.get("JAX_PROCESS_ID")
-    if address is None or number is None:
-        return None, None
-    if not number.isdecimal():
-        raise UserError(f"{number!r} is not a number", place="JAX_PROCESS_ID")
-    return address, int(number)
-
-
-def _check_place(processes: int, coordinator: str | None, index: int | None) -> None:
+    if (coordinator, index) == (None, None) and address is not None and number is not None:
+        if not number.isdecimal():
+            raise UserError(f"{number!r} is not a number", place="JAX_PROCESS_ID")
+        coordinator, index = address, int(number)
     if (coordinator is None) != (index is None):
         raise UserError(
             "--coordinator and --process are given together, or neither is",
@@ -275,6 +276,7 @@ def _check_place(processes: int, coordinator: str | None, index: int | None) -> 
             place="--process",
             remedy=f"learner.hosts is {processes}: number the processes from 0",
         )
+    return coordinator, index
 
 
 def _join(

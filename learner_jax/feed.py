@@ -2,8 +2,7 @@
 
 Process 0 alone waits for the batch manifest, reads the files that it names and checks them; the
 others are given the arrays. So there is one batch, whatever a file system shows to whom, and only
-process 0 needs the run's rollouts or documents. A batch goes to the others as a table
-(`verify.formats.tables`); no pickle is involved.
+process 0 needs the run's rollouts or documents. A batch goes to the others without pickle.
 """
 
 from __future__ import annotations
@@ -12,18 +11,107 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from io import BytesIO
 from itertools import groupby
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+
 from learner_jax.batch import Batch, TrainingRollout
+from learner_jax.corpus.packed import Corpus, CorpusRows, open_corpus
 from learner_jax.distributed import MAX_MESSAGE_BYTES, PeerFailed, Peers, Word
-from learner_jax.manifests import StopSignal
+from learner_jax.learner_run import LearnerRun
+from learner_jax.manifests import ManifestReader, StopSignal, manifest_digest, own_share
+from learner_jax.packing import TokenBatch
 from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.errors import UserError
-from verify.formats.batch import BatchGroup, BatchManifest
+from runspec.core.run_files import initial_model
+from verify.formats.batch import BatchGroup, BatchManifest, RangeManifest, RowRange
 from verify.formats.islands import IslandShare
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
+
+
+@dataclass(frozen=True)
+class DocumentBatch:
+    """The rows of one step."""
+
+    manifest: RangeManifest
+    rows: CorpusRows
+
+    @property
+    def digest(self) -> str:
+        """Digest of what the manifest says, whoever signed it when."""
+        return manifest_digest(self.manifest)
+
+
+class DocumentReader(ManifestReader[RangeManifest]):
+    """Waits for the manifests of a run, and reads the rows that they number for this learner.
+
+    While a step is trained, the rows of the next one are read: a manifest names the rows that
+    follow those of the manifest before.
+
+    Args:
+        run: whose corpus is opened, or made.
+        root_public_key: pinned; signs `keys/roles.json`.
+
+    Raises:
+        UserError: the roles or the documents cannot be read.
+    """
+
+    def __init__(self, run: LearnerRun, root_public_key: str) -> None:
+        super().__init__(run.folder, run.spec, root_public_key)
+        self._island = run.island
+        model, cache = initial_model(run.folder), run.corpus_cache
+        self.corpus: Corpus = open_corpus(run.spec, model, cache, run.log)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
+        self._ahead: tuple[RowRange, Future[CorpusRows]] | None = None
+
+    def read(self, manifest: RangeManifest) -> DocumentBatch:
+        """Read the rows that a manifest numbers for this learner."""
+        share = own_share(manifest, self._island)
+        asked, ahead = RowRange(share.start, share.stop), self._ahead
+        if ahead is not None and ahead[0] == asked:
+            rows = ahead[1].result()
+        else:
+            rows = self.corpus.read(asked.first, asked.last)
+        count = manifest.rows.last - manifest.rows.first
+        following = RowRange(asked.first + count, asked.last + count)
+        read = self._thread.submit(self.corpus.read, following.first, following.last)
+        self._ahead = following, read
+        return DocumentBatch(manifest, rows)
+
+
+def encode_rows(rows: CorpusRows, manifest: RangeManifest | None = None) -> bytes:
+    """The bytes of rows; `decode_rows` gives them back bit for bit."""
+    said = b"" if manifest is None else canonical_json(asdict(manifest))
+    data = BytesIO()
+    arrays = {**vars(rows.batch), "weights": rows.weights}
+    np.savez(data, allow_pickle=False, manifest=np.frombuffer(said, np.uint8), **arrays)
+    return data.getvalue()
+
+
+def encode_documents(batch: DocumentBatch) -> bytes:
+    """The bytes of a batch; `decode_documents` gives it back bit for bit."""
+    return encode_rows(batch.rows, batch.manifest)
+
+
+def decode_rows(data: bytes) -> CorpusRows:
+    """Read the rows that `encode_rows` wrote in process 0."""
+    with np.load(BytesIO(data), allow_pickle=False) as found:
+        names = (field.name for field in fields(TokenBatch))
+        return CorpusRows(TokenBatch(*(found[name] for name in names)), found["weights"])
+
+
+def decode_documents(data: bytes) -> DocumentBatch:
+    """Read the batch that `encode_documents` wrote in process 0."""
+    with np.load(BytesIO(data), allow_pickle=False) as found:
+        said = parse_object(found["manifest"].tobytes(), max_bytes=len(data))
+    rows = RowRange(**said.pop("rows"))
+    shares = [IslandShare(**share) for share in said.pop("shares")]
+    return DocumentBatch(RangeManifest(**said, rows=rows, shares=shares), decode_rows(data))
+
 
 B = TypeVar("B")
 Read = TypeVar("Read", covariant=True)

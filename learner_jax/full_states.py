@@ -20,13 +20,12 @@ from learner_jax.checkpoint import (
     save_state,
     state_steps,
 )
-from learner_jax.fingerprint import differences
 from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import load_params
 from learner_jax.manifests import ManifestReader, manifest_digest
 from learner_jax.saver import Finish, Saver
 from learner_jax.step import Programs, TrainState
-from learner_jax.versions import VersionWriter
+from learner_jax.versions import VersionWriter, differences
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.files import temporary_name, write_atomic
@@ -92,8 +91,7 @@ def find_start(
             return {"digest": digest}
         info = check_state(states, steps[-1])
         assert reader is not None, "process 0 has one"
-        _check_run(info, spec, digest, states)
-        _check_corpus(info, corpus, states)
+        _check_run(info, spec, digest, corpus, states)
         _check_position(info, run.folder, reader)
         return {"digest": digest, "info": asdict(info)}
 
@@ -145,29 +143,27 @@ def _require_one_folder(run: LearnerRun, states: Folder) -> None:
         )
 
 
-def _check_run(info: StateInfo, spec: RunSpec, model_digest: str, states: Folder) -> None:
-    for what, then, now in (
-        ("starting model", info.reference[:16], model_digest[:16]),
-        ("seed", info.seed, spec.seed),
+def _check_run(
+    info: StateInfo, spec: RunSpec, model_digest: str, corpus: str | None, states: Folder
+) -> None:
+    """The state is of this run: row numbers of documents mean what they meant."""
+    rename = "give the run another name, or delete it with `runspec delete`"
+    documents = "the documents are not those it was trained on:"
+    for what, then, now, remedy in (
+        ("a state of another starting model:", info.reference, model_digest, rename),
+        ("a state of another seed:", info.seed, spec.seed, rename),
+        (
+            *(documents, info.corpus, corpus),
+            "restore the files of data.sources and the tokenizer as they were, or give the run "
+            "another name",
+        ),
     ):
         if then != now:
             raise UserError(
-                f"a state of another {what}: {then}, not {now}",
+                f"{what} {str(then)[:16]}, not {str(now)[:16]}",
                 place=str(states / f"step_{info.step}"),
-                remedy="give the run another name, or delete it with `runspec delete`",
+                remedy=remedy,
             )
-
-
-def _check_corpus(info: StateInfo, corpus: str | None, states: Folder) -> None:
-    """The documents are those that the state was trained on: row numbers mean what they meant."""
-    if info.corpus != corpus:
-        raise UserError(
-            f"the documents are not those it was trained on: their corpus is {str(corpus)[:16]}, "
-            f"the state names {str(info.corpus)[:16]}",
-            place=str(states / f"step_{info.step}"),
-            remedy="restore the files of data.sources and the tokenizer as they were, or give the "
-            "run another name",
-        )
 
 
 def _check_position(info: StateInfo, run_dir: Path, reader: ManifestReader[Any]) -> None:

@@ -1,4 +1,4 @@
-"""One run as each process of its learner sees it."""
+"""One run as each process of its learner sees it, and how an island of it finds the others."""
 
 from __future__ import annotations
 
@@ -11,14 +11,33 @@ from typing import Any
 from jax.sharding import Mesh
 
 from learner_jax.distributed import Peers
-from learner_jax.figures import Rows
-from learner_jax.island_link import IslandLink
+from learner_jax.metrics import Rows
 from runspec.core.keys import SigningKey
 from runspec.core.models.config import ModelConfig
 from runspec.core.object_store import Folder
 from runspec.core.run_files import corpus_cache, outer_folder, params_folder, state_folder
 from runspec.core.spec.islands import island_names, island_spec
 from runspec.core.spec.schema import RunSpec
+
+
+@dataclass(frozen=True)
+class IslandLink:
+    """One island of a run."""
+
+    name: str
+    """Its name in `learner.islands.members`."""
+    coordinator: str = ""
+    """URL of the coordinator. This and what follows is known to process 0 of the island alone."""
+    key: Path = Path()
+    """File of the key that signs its shares; roles.json names the public half."""
+    share_url: str = ""
+    """URL at which the other islands reach its server of shares."""
+    share_store: Path = Path()
+    """Folder that this server serves."""
+    weights: tuple[str, ...] = ()
+    """URLs of relays and origin, from which an island elsewhere gets version 0."""
+    root_public_key: str | None = None
+    """The pinned root key; None in the run directory, which has it."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +52,7 @@ class LearnerRun:
     """The model's shape."""
     mesh: Mesh
     fingerprint: dict[str, Any]
-    """Fingerprint of this program (`learner_jax.fingerprint`)."""
+    """Fingerprint of this program (`learner_jax.versions`)."""
     peers: Peers
     """The processes of the learner."""
     log: logging.Logger

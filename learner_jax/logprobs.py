@@ -23,8 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from learner_jax.execution import wide_dtype
-from learner_jax.sharding import constrain, mesh_axes
+from learner_jax.sharding import constrain, mesh_axes, wide_dtype
 from runspec.core.models.memory import KEPT_LOGITS, chunk_tokens
 
 Level = Literal["logsumexp", "max_logit"]
@@ -38,7 +37,7 @@ class _Plan:
     temperature: float
     chunk: int
     mesh: Mesh | None
-    level: Level | None = None
+    level: Level | None
 
 
 def token_logprobs(
@@ -49,6 +48,7 @@ def token_logprobs(
     temperature: float,
     mesh: Mesh | None = None,
     chunk: int | None = None,
+    level: Level | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """log_softmax(logits / temperature) at `targets`, and the entropy of that distribution.
 
@@ -63,46 +63,18 @@ def token_logprobs(
         mesh: over which rows, positions and vocabulary are cut, as `parameters.MESH_AXES` says.
         chunk: positions of a device at a time; by default those of
             `runspec.core.models.memory.chunk_tokens`.
+        level: `logsumexp` or `max_logit` of a position's logits, in place of the entropy.
 
     Returns:
-        log-probabilities and entropies in nats, [B, T], at least float32; 0 where no target is.
+        log-probabilities, and entropies or levels, in nats, [B, T], at least float32; 0 where no
+        target is.
     """
-    return _by_position(hidden, head, targets, temperature, mesh, chunk, None)
-
-
-def token_logprobs_and_level(
-    hidden: Float[Array, "B T D"],
-    head: Float[Array, "D V"],
-    targets: Int[Array, "B T"],
-    level: Level,
-    *,
-    mesh: Mesh | None = None,
-    chunk: int | None = None,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """`token_logprobs` at temperature 1, and the level of the logits in place of the entropy.
-
-    Args:
-        hidden, head, targets, mesh, chunk: see `token_logprobs`.
-        level: `logsumexp` or `max_logit` of a position's logits.
-    """
-    return _by_position(hidden, head, targets, 1.0, mesh, chunk, level)
-
-
-def _by_position(
-    hidden: Array,
-    head: Array,
-    targets: Array,
-    temperature: float,
-    mesh: Mesh | None,
-    chunk: int | None,
-    level: Level | None,
-) -> tuple[Array, Array]:
     hidden_by_device = _by_device(hidden, mesh)  # [S, N, D]
     targets_by_device = _by_device(targets, mesh)  # [S, N]
     positions = targets_by_device.shape[1]
     chunk = min(chunk or chunk_tokens(positions, head.shape[1]), positions)
     plan = _Plan(float(temperature), chunk, mesh, level)
-    with jax.named_scope("vocabulary_head"):  # found by profilers and by `aot`
+    with jax.named_scope("vocabulary_head"):  # found by profilers
         scores = _scores(hidden_by_device, head, targets_by_device, plan)
     return _by_row(scores[0], hidden.shape, mesh), _by_row(scores[1], hidden.shape, mesh)
 

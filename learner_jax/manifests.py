@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from dataclasses import asdict
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
@@ -27,9 +26,11 @@ from verify.formats.batch import (
     MAX_RANGES_BYTES,
     BatchManifest,
     RangeManifest,
+    open_batch,
     open_ranges,
     rows_per_step,
 )
+from verify.formats.batch import MAX_BYTES as MAX_BATCH_BYTES
 from verify.formats.islands import without_empty_shares
 
 POLL_S = 0.02
@@ -75,7 +76,23 @@ class StopSignal(Protocol):
     def wait(self, timeout: float) -> bool: ...
 
 
-class ManifestReader(ABC, Generic[M]):
+def open_manifest(
+    data: bytes, *, spec: RunSpec, step: int, coordinators: frozenset[str] | None
+) -> BatchManifest | RangeManifest:
+    """Check the manifest of a step: of groups, or in a run on documents of rows.
+
+    Raises:
+        BadSignature: none of the coordinators signed it, or it is of another run or step.
+    """
+    if spec.supervised is None:
+        return open_batch(data, coordinators=coordinators, run=spec.name, step=step)
+    rows = rows_per_step(spec)
+    return open_ranges(
+        data, coordinators=coordinators, run=spec.name, step=step, rows_per_step=rows
+    )
+
+
+class ManifestReader(Generic[M]):
     """Waits for the manifests of a run.
 
     Args:
@@ -127,17 +144,15 @@ class ManifestReader(ABC, Generic[M]):
         path = self._path(step)
         coordinators = self._roles.coordinator if signed else None
         try:
-            return self._open(path, step, coordinators)
+            data = read_bounded(path, max(MAX_BATCH_BYTES, MAX_RANGES_BYTES))
+            found = open_manifest(data, spec=self._spec, step=step, coordinators=coordinators)
         except (OSError, BadSignature) as error:
             raise UserError(str(error), place=str(path), remedy=REMEDY) from error
+        self._check(cast(M, found), path)
+        return cast(M, found)
 
-    @abstractmethod
-    def _open(self, path: Path, step: int, coordinators: frozenset[str] | None) -> M:
-        """Reads and checks the manifest at a path.
-
-        Raises:
-            OSError, BadSignature, UserError: it cannot be read, or is not to be believed.
-        """
+    def _check(self, manifest: M, path: Path) -> None:
+        """Raise UserError where a manifest breaks a promise of the spec."""
 
     def _path(self, step: int) -> Path:
         return step_folder(self._run_dir, step) / FILE_NAME
@@ -153,16 +168,3 @@ class ManifestReader(ABC, Generic[M]):
                 place=str(path),
                 remedy="`runspec apply` makes it anew",
             ) from error
-
-
-class RangeReader(ManifestReader[RangeManifest]):
-    """Waits for the manifests of a run that trains on documents."""
-
-    def _open(self, path: Path, step: int, coordinators: frozenset[str] | None) -> RangeManifest:
-        return open_ranges(
-            read_bounded(path, MAX_RANGES_BYTES),
-            coordinators=coordinators,
-            run=self._spec.name,
-            step=step,
-            rows_per_step=rows_per_step(self._spec),
-        )

@@ -30,8 +30,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from learner_jax.attention import Rows
-from learner_jax.execution import Execution, widen
 from learner_jax.modules import Adapter, Linear
+from learner_jax.sharding import Execution, widen
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import MODELS_GROUP, family, load_named
 from runspec.core.models.parameters import Parameter

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from learner_jax.attention.xla import SAVED
-from learner_jax.execution import Execution, widen
+from learner_jax.sharding import Execution, widen
 from runspec.core.models.family import ONES, ZEROS, Initial, normal
 from runspec.core.spec import schema
 

@@ -30,8 +30,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from learner_jax.execution import widen
 from learner_jax.leaves import leaf_at, leaf_path
+from learner_jax.sharding import widen
 from runspec.core.models.parameters import Tree
 from runspec.core.spec.schema import Optimizer
 

@@ -37,16 +37,16 @@ class TokenBatch:
 @dataclass(frozen=True)
 class LossInputs:
     """Values of each output token for the loss, float32, shaped as the tokens are; read where
-    weights > 0."""
+    weights > 0. Runs that train on documents have weights alone."""
 
     weights: Data
-    """mask_t / N, of `loss.token_weights`: 0 where the position predicts no output token."""
-    advantages: Data
-    old_logprobs: Data
+    """mask_t / N, of `loss.token_weights`, or a document's w_t: 0 where nothing is trained."""
+    advantages: Data = None
+    old_logprobs: Data = None
     """log pi_old."""
-    sampler_logprobs: Data
+    sampler_logprobs: Data = None
     """log mu, as the validator recomputed it."""
-    ref_logprobs: Data | None
+    ref_logprobs: Data | None = None
     """Log-probs of the reference policy; None where `kl.coef` is 0."""
 
 

@@ -2,103 +2,119 @@
 
 from __future__ import annotations
 
+import math
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from learner_jax.agreement import alarm_limit
-from learner_jax.batch import Batch
+from learner_jax.batch import Batch, alarm_limit
+from learner_jax.corpus.packed import Corpus
+from learner_jax.feed import DocumentBatch
 from learner_jax.learner_run import LearnerRun
 from learner_jax.metrics import JsonLines
+from learner_jax.optimizer import learning_rate
+from learner_jax.packing import TokenBatch
 from learner_jax.training import StepResult
-from runspec.core.models.config import ModelConfig
 from runspec.core.models.flops import useful_flops
 from runspec.core.models.hardware import jax_device
 from runspec.core.run_files import METRICS_FILE, SAMPLES_FILE, initial_model
-from runspec.core.spec.schema import Lora
 
 SAMPLES_A_STEP = 2
+_SAME = (
+    *("by_target", "accepted_rollouts", "rejected_rollouts", "rejected_submissions"),
+    *("filtered_groups", "sampler_busy_fraction", "length_mean"),
+    *("verdict_latency_p50", "verdict_latency_p99"),
+    *("manifest_latency_p50", "manifest_latency_p99"),
+)
+FROM_STATS = {
+    "task_reward": "task_reward_mean",
+    "reward": "reward_mean",
+    "length_error": "length_error_mean",
+    "logprob_diff": "logprob_diff_mean",
+    "sampler_tokens_per_s": "accepted_tokens_per_s",
+    **{name: name for name in _SAME},
+}
+"""Key of a line: name of the figure in the manifest's `stats`."""
 
 
-def metrics_line(
-    batch: Batch,
-    result: StepResult,
-    meter: Meter,
-    *,
-    train_s: float,
-    waits: Mapping[str, float],
-    logprob_alarm: float,
-) -> dict:
-    """One step's line, without `step`.
+@dataclass(frozen=True)
+class Times:
+    """Where the learner's time went since the step before."""
 
-    Rewards and lengths are the manifest's, over all graded groups, the filtered ones included;
-    loss, KL and clipping are of what was trained. `mfu` is over all of `train_s`, `mfu_update` over
-    the updates alone; both are null on a device whose peak is not known.
+    train_s: float
+    """Seconds of work."""
+    waits: Mapping[str, float]
+    """Seconds of waiting, by whom or what it was for."""
+
+
+def work_line(
+    result: StepResult, useful: float, peak: float | None, times: Times
+) -> dict[str, Any]:
+    """What the line of a step says of any run: numbers, speed, and where the time went.
+
+    `mfu` is the share of useful FLOPs in what the devices could do over all of `train_s`,
+    `mfu_update` over the updates alone:
+
+        MFU = useful / (seconds x peak FLOP/s of all devices)
+
+    PaLM's MFU (arXiv 2204.02311, appendix B) is the same but for counting the masked half of
+    attention.
 
     Args:
-        batch: what was trained.
-        result: what came of it.
-        meter: for MFU.
-        train_s: the learner's seconds of work since the step before.
-        waits: its seconds of waiting since then, by whom it waited for.
-        logprob_alarm: `agreement.alarm_limit`.
+        result: what came of the step.
+        useful: FLOPs (`runspec.core.models.flops.useful_flops`).
+        peak: FLOP/s of all devices; None where it is not known, as for CPUs. Both are null then.
+        times: since the step before.
     """
-    stats, wait_s = batch.manifest.stats, sum(waits.values())
-    lags = [batch.manifest.step - rollout.version for rollout in batch.rollouts]
-    lengths = [len(r.prompt_tokens) + len(r.output_tokens) for r in batch.rollouts]
-    found = batch.agreement  # None where nothing was recomputed
-    from_stats = {
-        ours: stats.get(theirs)
-        for ours, theirs in {
-            "task_reward": "task_reward_mean",
-            "reward": "reward_mean",
-            "length_mean": "length_mean",
-            "length_error": "length_error_mean",
-            "by_target": "by_target",
-            "logprob_diff": "logprob_diff_mean",
-            "accepted_rollouts": "accepted_rollouts",
-            "rejected_rollouts": "rejected_rollouts",
-            "rejected_submissions": "rejected_submissions",
-            "filtered_groups": "filtered_groups",
-            "sampler_busy_fraction": "sampler_busy_fraction",
-            "sampler_tokens_per_s": "accepted_tokens_per_s",
-            "verdict_latency_p50": "verdict_latency_p50",
-            "verdict_latency_p99": "verdict_latency_p99",
-            "manifest_latency_p50": "manifest_latency_p50",
-            "manifest_latency_p99": "manifest_latency_p99",
-        }.items()
-    }
+    train_s, waits, wait_s = times.train_s, times.waits, sum(times.waits.values())
     return {
-        "version": batch.manifest.step + 1,
         "time": time.time(),
-        **from_stats,
-        "sampler_logprob_diff_mean": None if found is None else found.mean,
-        "sampler_logprob_diff_max": None if found is None else found.largest,
-        "sampler_logprob_limit": logprob_alarm,
-        # What is not a number agrees with nothing.
-        "sampler_logprob_alarm": found is not None and not found.mean <= logprob_alarm,
         **result.numbers,
-        "lag_mean": float(np.mean(lags)),
-        "lag_max": max(lags),
-        "lag_histogram": {str(lag): count for lag, count in sorted(Counter(lags).items())},
-        "trained_rollouts": len(lags),
         "tokens": result.tokens,
         "tokens_per_s": result.tokens / train_s,
         "padding_share": 1.0 - result.tokens / result.positions,
-        "mfu": meter.mfu(lengths, train_s),
-        "mfu_update": meter.mfu(lengths, result.update_s),
+        "mfu": None if peak is None else useful / (train_s * peak),
+        "mfu_update": None if peak is None else useful / (result.update_s * peak),
         "train_s": train_s,
-        "score_s": result.score_s,
         "update_s": result.update_s,
         "wait_s": wait_s,
         "waited_for": max(waits, key=lambda whom: waits[whom]) if wait_s > 0 else None,
         "waits": dict(waits),
         "learner_busy_fraction": train_s / (train_s + wait_s),
+    }
+
+
+def rollouts_line(batch: Batch, score_s: float, logprob_alarm: float) -> dict[str, Any]:
+    """What the line of a step says of its rollouts.
+
+    Rewards and lengths are the manifest's, over all graded groups, the filtered ones included.
+
+    Args:
+        batch: what was trained.
+        score_s: seconds of packing and scoring.
+        logprob_alarm: `batch.alarm_limit`.
+    """
+    stats = batch.manifest.stats
+    lags = [batch.manifest.step - rollout.version for rollout in batch.rollouts]
+    found = batch.agreement  # None where nothing was recomputed
+    return {
+        **{ours: stats.get(theirs) for ours, theirs in FROM_STATS.items()},
+        "sampler_logprob_diff_mean": None if found is None else found.mean,
+        "sampler_logprob_diff_max": None if found is None else found.largest,
+        "sampler_logprob_limit": logprob_alarm,
+        # What is not a number agrees with nothing.
+        "sampler_logprob_alarm": found is not None and not found.mean <= logprob_alarm,
+        "lag_mean": float(np.mean(lags)),
+        "lag_max": max(lags),
+        "lag_histogram": {str(lag): count for lag, count in sorted(Counter(lags).items())},
+        "trained_rollouts": len(lags),
+        "score_s": score_s,
         "complete": batch.manifest.complete,
     }
 
@@ -132,30 +148,7 @@ def peak_flops(device_kind: str) -> float | None:
     return None if device is None else device.peak_flops
 
 
-@dataclass(frozen=True)
-class Meter:
-    """Computes MFU: the share of useful FLOPs in what the devices could do in the time.
-
-        MFU = useful / (seconds x devices x peak FLOP/s of one device)
-
-    with the useful FLOPs of `runspec.core.models.flops`. PaLM's MFU (arXiv 2204.02311, appendix B)
-    is the same but for counting the masked half of attention.
-    """
-
-    config: ModelConfig
-    lora: Lora | None
-    devices: int
-    peak: float | None
-    """FLOP/s of one device; None where it is not known, as for CPUs."""
-
-    def mfu(self, lengths: Sequence[int], seconds: float) -> float | None:
-        """MFU of training samples of these lengths in that time; None without a peak."""
-        if self.peak is None:
-            return None
-        return useful_flops(self.config, lengths, self.lora) / (seconds * self.devices * self.peak)
-
-
-class Records:
+class Records(ABC):
     """Writes the lines of one run, in process 0. A step trained again adds only to the log.
 
     Args:
@@ -163,60 +156,135 @@ class Records:
     """
 
     def __init__(self, run: LearnerRun) -> None:
-        self._metrics = JsonLines(run.folder / METRICS_FILE)
-        self._samples = JsonLines(run.folder / SAMPLES_FILE)
-        tokenizer = initial_model(run.folder) / "tokenizer.json"
-        self._tokenizer, self._log = Tokenizer.from_file(str(tokenizer)), run.log
-        self._rows = run.rows
+        self._run, self._metrics = run, JsonLines(run.folder / METRICS_FILE)
         peak = peak_flops(run.mesh.devices.flat[0].device_kind)
-        self._meter = Meter(run.config, run.spec.learner.lora, run.mesh.size, peak)
-        self._alarm = alarm_limit(run.spec)
+        self._peak = None if peak is None else peak * run.mesh.size
         self._replay_difference: float | None = None
 
     def write(
         self,
-        batch: Batch,
+        batch: Any,
         result: StepResult,
+        times: Times,
         *,
-        train_s: float,
-        waits: Mapping[str, float],
         replay_difference: float | None,
-        islands: dict[str, Any] | None = None,
+        islands: dict[str, Any] | None,
+        held_out_nll: float | None,
     ) -> None:
         """Writes a step's lines.
 
         Args:
             batch: what was trained.
             result: what came of it.
-            train_s, waits: see `report.metrics_line`.
+            times: since the step before.
             replay_difference: `VersionWriter.difference`; the next new line has the largest of a
                 replay.
             islands: the commit that an island followed; None for a run with one learner.
+            held_out_nll: sum of -log p over the held-out tokens, in nats; None where it was not
+                measured.
         """
-        step = batch.manifest.step
+        step, log = batch.manifest.step, self._run.log
         if replay_difference is not None:
             self._replay_difference = max(self._replay_difference or 0.0, replay_difference)
-        line = metrics_line(
-            batch, result, self._meter, train_s=train_s, waits=waits, logprob_alarm=self._alarm
-        )
-        line["replay_difference"] = self._replay_difference
-        line["islands"] = islands
+        lengths, own = self._describe(batch, result, held_out_nll)
+        useful = useful_flops(self._run.config, lengths, self._run.spec.learner.lora)
+        line = {
+            "version": step + 1,
+            **own,
+            **work_line(result, useful, self._peak, times),
+            "replay_difference": self._replay_difference,
+            "islands": islands,
+        }
         if self._metrics.append(step, [line]):
             self._replay_difference = None
-        self._rows.trained({"step": step, **line})
+        self._run.rows.trained({"step": step, **line})
+        for skipped in result.skipped:
+            log.warning("step %d: %s", step, skipped)
+        log.info(
+            "step %d: %s, trained %.2f s, waited %.2f s",
+            *(step, self._summary(line), times.train_s, line["wait_s"]),
+        )
+
+    @abstractmethod
+    def _describe(
+        self, batch: Any, result: StepResult, held_out_nll: float | None
+    ) -> tuple[list[int], dict[str, Any]]:
+        """Return the lengths of what was trained, in tokens, and the line's own figures."""
+
+    @abstractmethod
+    def _summary(self, line: Mapping[str, Any]) -> str:
+        """Return what the log says of a step's line."""
+
+
+class RolloutRecords(Records):
+    """The lines of a run that trains on rollouts, with samples of them."""
+
+    def __init__(self, run: LearnerRun) -> None:
+        super().__init__(run)
+        self._samples = JsonLines(run.folder / SAMPLES_FILE)
+        tokenizer = initial_model(run.folder) / "tokenizer.json"
+        self._tokenizer, self._alarm = Tokenizer.from_file(str(tokenizer)), alarm_limit(run.spec)
+
+    def _describe(
+        self, batch: Batch, result: StepResult, held_out_nll: float | None
+    ) -> tuple[list[int], dict[str, Any]]:
+        step, line = batch.manifest.step, rollouts_line(batch, result.score_s, self._alarm)
         self._samples.append(step, sample_lines(batch, self._tokenizer))
         if line["sampler_logprob_alarm"]:
-            self._log.warning(
+            self._run.log.warning(
                 "step %d: the samplers' log-probs are %.2e from ours on average, %.2e at most "
                 "(verify.logprob_alarm %.2e): look at their engine, its dtype and its version",
                 *(step, line["sampler_logprob_diff_mean"], line["sampler_logprob_diff_max"]),
                 line["sampler_logprob_limit"],
             )
-        for skipped in result.skipped:
-            self._log.warning("step %d: %s", step, skipped)
-        self._log.info(
-            "step %d: task reward %s, loss %.4f, gradient %.3f, lag %.2f, trained %.2f s, "
-            "waited %.2f s",
-            *(step, line["task_reward"], line["loss"], line["grad_norm"], line["lag_mean"]),
-            *(train_s, sum(waits.values())),
-        )
+        return [len(r.prompt_tokens) + len(r.output_tokens) for r in batch.rollouts], line
+
+    def _summary(self, line: Mapping[str, Any]) -> str:
+        learned = f"task reward {line['task_reward']}, loss {line['loss']:.4f}"
+        return f"{learned}, gradient {line['grad_norm']:.3f}, lag {line['lag_mean']:.2f}"
+
+
+class DocumentRecords(Records):
+    """The lines of a run that trains on documents; docs/documents.md explains the keys.
+
+    Args:
+        run: the run.
+        corpus: its documents.
+    """
+
+    def __init__(self, run: LearnerRun, corpus: Corpus) -> None:
+        super().__init__(run)
+        self._corpus, self._updates = corpus, run.spec.algorithm.updates_per_step
+        self._rate = learning_rate(run.spec.optimizer, run.spec.steps * self._updates)
+
+    def _describe(
+        self, batch: DocumentBatch, result: StepResult, held_out_nll: float | None
+    ) -> tuple[list[int], dict[str, Any]]:
+        corpus, rows, held_out = self._corpus, batch.manifest.rows, held_out_nll is not None
+        nll = held_out_nll or 0.0
+        return document_lengths(batch.rows.batch), {
+            "bits_per_byte": result.numbers["nll"] / math.log(2) / corpus.bytes_per_token,
+            "held_out_nll": nll / corpus.held_out_tokens if held_out else None,
+            "held_out_bits_per_byte": nll / math.log(2) / corpus.held_out_bytes
+            if held_out
+            else None,
+            "learning_rate": float(self._rate((batch.manifest.step + 1) * self._updates - 1)),
+            "epoch": rows.last / corpus.rows,
+            "first_row": rows.first,
+            "last_row": rows.last,
+            "trained_tokens": int((batch.rows.weights > 0).sum()),
+        }
+
+    def _summary(self, line: Mapping[str, Any]) -> str:
+        held_out = line["held_out_bits_per_byte"]
+        more = "" if held_out is None else f" (held out {held_out:.3f})"
+        learned = f"loss {line['loss']:.4f}, {line['bits_per_byte']:.3f} bits a byte{more}"
+        return f"{learned}, gradient {line['grad_norm']:.3f}, {line['tokens_per_s']:.0f} tokens/s"
+
+
+def document_lengths(batch: TokenBatch) -> list[int]:
+    """The lengths of the segments of packed rows, numpy int32 [R, tokens], in tokens."""
+    segments, tokens = batch.segment_ids, batch.segment_ids.shape[1]
+    numbered = segments + np.arange(len(segments))[:, None] * (tokens + 1)
+    counts = np.bincount(numbered[segments > 0])
+    return counts[counts > 0].tolist()

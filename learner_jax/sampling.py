@@ -17,9 +17,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from learner_jax.execution import Execution
 from learner_jax.model import bind
-from learner_jax.sharding import make_mesh, shard_batch
+from learner_jax.sharding import Execution, make_mesh, shard_batch
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec
 from verify.plugins import Split, WarmStartData

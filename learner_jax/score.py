@@ -18,11 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from learner_jax.execution import Execution, full_float32
 from learner_jax.leaves import load_params
 from learner_jax.model import bind
 from learner_jax.packing import Sample, TokenBatch, pack
-from learner_jax.sharding import make_mesh, shard_batch
+from learner_jax.sharding import Execution, full_float32, make_mesh, shard_batch
 from learner_jax.step import policy_logprobs
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig

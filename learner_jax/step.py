@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +26,25 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from learner_jax.execution import Execution, execution, wide_dtype
-from learner_jax.logprobs import token_logprobs, token_logprobs_and_level
+from learner_jax.logprobs import Level, token_logprobs
 from learner_jax.loss import grpo_loss
 from learner_jax.loss_metrics import LossMetrics
 from learner_jax.model import Policy, abstract_lora, abstract_params, bind, init_lora, merge_lora
-from learner_jax.optimizer import abstract_state, apply_gradients, build_optimizer, init_state
+from learner_jax.optimizer import abstract_state as abstract_moments
+from learner_jax.optimizer import apply_gradients, build_optimizer, init_state
 from learner_jax.packing import Data, LossInputs, TokenBatch, row_bound
-from learner_jax.sharding import batch_sharding, check_packing, param_shardings
-from learner_jax.supervised_loss import DocumentInputs, DocumentMetrics, document_loss
+from learner_jax.sharding import (
+    Execution,
+    batch_sharding,
+    check_packing,
+    execution,
+    param_shardings,
+    wide_dtype,
+)
+from learner_jax.supervised_loss import DocumentMetrics, document_loss
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.schema import RunSpec, ZLoss
+from runspec.core.spec.schema import RunSpec
 
 JOINING_UPDATES = 10
 """Updates over which the learning rate of an island rises when it begins with zero moments."""
@@ -85,26 +92,6 @@ class Update:
     is as it was, and this many updates in a row have been skipped."""
 
 
-class Publish(Protocol):
-    """The type of `Programs.publish`."""
-
-    def __call__(self, masters: Any, base: Any | None = None, /) -> Any: ...
-
-
-class Accumulate(Protocol):
-    """The type of `Programs.accumulate`."""
-
-    def __call__(
-        self,
-        masters: Any,
-        batches: TokenBatch,
-        inputs: Any,
-        count: int,
-        base: Any | None = None,
-        /,
-    ) -> Accumulated: ...
-
-
 @dataclass(frozen=True)
 class Programs:
     """Compiled on first use, once each."""
@@ -112,8 +99,7 @@ class Programs:
     abstract_state: TrainState
     """`jax.ShapeDtypeStruct` with shardings: the target of a restore."""
     abstract_batch: tuple[TokenBatch, Any]
-    """The same of what `score` and `accumulate` take, [M, rows, tokens]: tokens, and `LossInputs`
-    or, of runs that train on documents, `DocumentInputs`."""
+    """The same of what `score` and `accumulate` take, [M, rows, tokens]: tokens, `LossInputs`."""
     abstract_base: Any | None
     """The same of the frozen weights under adapters; None where the weights are trained."""
     init_state: Callable[[Any], TrainState]
@@ -121,13 +107,13 @@ class Programs:
     drawn from the run's seed."""
     freeze: Callable[[Any], Any]
     """Parameters -> a copy in `broadcast.dtype`: version 0's bits, and the base of adapters."""
-    publish: Publish
+    publish: Callable[..., Any]
     """(masters, base=None) -> the weights in `broadcast.dtype`, adapters merged into the base: the
     policy version as its bits."""
     score: Callable[[Any, TokenBatch, int], Array]
     """(published weights, microbatches, how many are real) -> log-probs of the targets, float32
     [M, rows, tokens], sharded as `LossInputs` are; 0 where no target is."""
-    accumulate: Accumulate
+    accumulate: Callable[..., Accumulated]
     """(masters, microbatches, their loss inputs, how many are real, base=None) -> gradient and
     metrics."""
     apply: Callable[[TrainState, Accumulated], tuple[TrainState, Update]]
@@ -179,8 +165,9 @@ def policy_logprobs(
     *,
     temperature: float,
     chunk: int | None = None,
+    level: Level | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Log-probs of the targets and entropies: hidden states, then `token_logprobs`."""
+    """Log-probs of the targets, and entropies or levels: hidden states, then `token_logprobs`."""
     hidden = policy(batch.tokens, batch.segment_ids, batch.positions, execution)
     return token_logprobs(
         hidden,
@@ -189,6 +176,7 @@ def policy_logprobs(
         temperature=temperature,
         mesh=execution.mesh,
         chunk=chunk,
+        level=level,
     )
 
 
@@ -212,12 +200,15 @@ def build_programs(
     lora, updates = spec.learner.lora, spec.steps * spec.algorithm.updates_per_step
     trained = abstract_params(config) if lora is None else abstract_lora(config, lora)
     optimizer = build_optimizer(spec.optimizer, updates, trained)
-    abstract_state = _abstract_state(spec, trained, mesh, optimizer, island=island)
+    params = abstract_like(trained, mesh, jnp.dtype(spec.learner.master_dtype))
+    moments = abstract_moments(optimizer, params, offload=spec.optimizer.offload)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    abstract_state = TrainState(params, moments, number, number if island else None)
     abstract_batch = _abstract_batch(spec, mesh)
     weights = abstract_like(abstract_params(config), mesh, jnp.dtype(spec.broadcast.dtype))
     state, published = shardings(abstract_state), shardings(weights)
     per_token = abstract_batch[1].weights.sharding
-    replicated = NamedSharding(mesh, PartitionSpec())
     summed = Accumulated(
         state.params, jax.tree.map(lambda _: replicated, _no_metrics(spec)), per_token
     )
@@ -304,13 +295,14 @@ class _Run:
         skipped = jnp.where(made, 0, state.skipped + 1)
         return TrainState(params, optimizer, skipped, joined), Update(norm, skipped)
 
-    def _logprobs(self, policy: Policy, batch: TokenBatch) -> tuple[Array, Array]:
+    def _logprobs(
+        self, policy: Policy, batch: TokenBatch, level: Level | None = None
+    ) -> tuple[Array, Array]:
         return policy_logprobs(
-            policy,
-            batch,
-            self.execution,
+            *(policy, batch, self.execution),
             temperature=self.temperature,
             chunk=self.spec.learner.logits_chunk,
+            level=level,
         )
 
     def _objective(
@@ -321,27 +313,12 @@ class _Run:
         policy = bind(self.config, *trees, lora=lora)
         if self.spec.supervised is not None:
             z_loss = self.spec.supervised.z_loss
-            logprobs, level = self._logprobs_and_level(policy, batch, z_loss)
-            loss, found = document_loss(logprobs, level, inputs, z_loss)
+            logprobs, level = self._logprobs(policy, batch, z_loss.kind)
+            loss, found = document_loss(logprobs, level if z_loss.coef else None, inputs, z_loss)
             return loss, (found, logprobs)
         logprobs, entropy = self._logprobs(policy, batch)
         loss, metrics = grpo_loss(logprobs, entropy, batch.segment_ids, inputs, self.spec.grpo)
         return loss, (metrics, logprobs)
-
-    def _logprobs_and_level(
-        self, policy: Policy, batch: TokenBatch, z_loss: ZLoss
-    ) -> tuple[Array, Array | None]:
-        """Log-probs of the targets, and the level of the logits where it is penalised."""
-        hidden = policy(batch.tokens, batch.segment_ids, batch.positions, self.execution)
-        logprobs, level = token_logprobs_and_level(
-            hidden,
-            policy.head_weight(),
-            batch.targets,
-            z_loss.kind,
-            mesh=self.execution.mesh,
-            chunk=self.spec.learner.logits_chunk,
-        )
-        return logprobs, level if z_loss.coef else None
 
 
 def _no_metrics(spec: RunSpec) -> LossMetrics | DocumentMetrics:
@@ -372,20 +349,6 @@ def abstract_like(specs: Any, mesh: Mesh, dtype: np.dtype | type) -> Any:
     )
 
 
-def _abstract_state(
-    spec: RunSpec,
-    trained: Any,
-    mesh: Mesh,
-    optimizer: optax.GradientTransformation,
-    *,
-    island: bool,
-) -> TrainState:
-    params = abstract_like(trained, mesh, jnp.dtype(spec.learner.master_dtype))
-    moments = abstract_state(optimizer, params, offload=spec.optimizer.offload)
-    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-    return TrainState(params, moments, number, number if island else None)
-
-
 def _abstract_batch(spec: RunSpec, mesh: Mesh) -> tuple[TokenBatch, Any]:
     packing = spec.learner.packing
     shape = (microbatch_bound(spec), packing.rows, packing.tokens)
@@ -394,6 +357,6 @@ def _abstract_batch(spec: RunSpec, mesh: Mesh) -> tuple[TokenBatch, Any]:
         jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype in (jnp.int32, jnp.float32)
     )
     if spec.supervised is not None:
-        return TokenBatch(*[token] * 4), DocumentInputs(value)
+        return TokenBatch(*[token] * 4), LossInputs(value)
     reference = value if spec.grpo.kl.coef else None
     return TokenBatch(*[token] * 4), LossInputs(value, value, value, value, reference)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,33 +12,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from learner_jax.corpus.packed import CorpusRows
-from learner_jax.packing import TokenBatch
+from learner_jax.packing import LossInputs, TokenBatch
 from learner_jax.sharding import shard_batch
 from learner_jax.step import Programs, TrainState, microbatch_bound
-from learner_jax.supervised_loss import DocumentInputs, DocumentMetrics
-from learner_jax.training import SkippedUpdate, make_updates, refuse_skipping, step_numbers
+from learner_jax.training import Share, StepResult, make_updates
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
-
-
-@dataclass(frozen=True)
-class SupervisedResult:
-    """Result of a supervised step."""
-
-    state: TrainState
-    numbers: dict[str, float]
-    """`DocumentMetrics.means` over the updates that were made (not finite where none was),
-    `grad_norm`, their mean before clipping; of all of them `nonfinite_tokens` and
-    `skipped_updates`."""
-    skipped: tuple[SkippedUpdate, ...]
-    tokens: int
-    """Tokens of the documents."""
-    trained_tokens: int
-    """Those in the loss."""
-    positions: int
-    """Positions of the rows, padding included."""
-    update_s: float
-    """Seconds of the updates: loss, gradients, optimizer."""
 
 
 def supervised_step(
@@ -50,7 +28,7 @@ def supervised_step(
     rows: CorpusRows,
     *,
     base: Any | None = None,
-) -> SupervisedResult:
+) -> StepResult:
     """Makes `updates_per_step` optimizer updates, each from its contiguous share of the rows.
 
     Args:
@@ -64,39 +42,16 @@ def supervised_step(
         UserError: the rows of an update train no token.
     """
     begun = time.perf_counter()
-    shares = list(_shares(spec, rows))
-    on_mesh = (
-        (*shard_batch((tokens, DocumentInputs(weights)), mesh), _real(weights))
-        for tokens, weights in shares
-    )
-    state, outcomes, logprobs = make_updates(programs, state, on_mesh, base)
-    skipped = tuple(
-        _skipped(number, current, len(rows.weights) // len(shares))
-        for number, (current, (_, update)) in enumerate(zip(logprobs, outcomes, strict=True))
-        if update.skipped
-    )
-    refuse_skipping(spec, "a step", outcomes, skipped)
-    return SupervisedResult(
+    shares = list(_shares(spec, mesh, rows))
+    state, numbers, skipped = make_updates(spec, "a step", programs, state, shares, base)
+    return StepResult(
         state,
-        step_numbers(outcomes, DocumentMetrics.zeros(), ("loss",)),
+        numbers,
         skipped,
         tokens=int((rows.batch.segment_ids > 0).sum()),
-        trained_tokens=int((rows.weights > 0).sum()),
         positions=rows.weights.size,
         update_s=time.perf_counter() - begun,
     )
-
-
-def compile_supervised(
-    mesh: Mesh, programs: Programs, state: TrainState, base: Any | None = None
-) -> None:
-    """Compiles the large programs, on no microbatch, while the first manifest is signed."""
-    tokens, inputs = shard_batch(
-        jax.tree.map(lambda like: np.zeros(like.shape, like.dtype), programs.abstract_batch), mesh
-    )
-    total = jax.block_until_ready(programs.accumulate(state.params, tokens, inputs, 0, base))
-    # Into the compile cache alone: a call would use up the state.
-    programs.apply.lower(state, total).compile()  # type: ignore[attr-defined]
 
 
 def held_out_loss(
@@ -142,8 +97,8 @@ def score_rows(
     return np.concatenate(found).reshape(-1, packing.tokens)[:count]
 
 
-def _shares(spec: RunSpec, rows: CorpusRows) -> Iterator[tuple[TokenBatch, np.ndarray]]:
-    """The microbatches of each update, [M, rows, tokens], and their weights, which sum to 1.
+def _shares(spec: RunSpec, mesh: Mesh, rows: CorpusRows) -> Iterator[Share]:
+    """The microbatches of each update, [M, rows, tokens], with weights that sum to 1.
 
     The last microbatches of an update may train no token: they are not computed.
 
@@ -154,6 +109,7 @@ def _shares(spec: RunSpec, rows: CorpusRows) -> Iterator[tuple[TokenBatch, np.nd
     shape = (updates, microbatch_bound(spec), packing.rows, packing.tokens)
     batch = jax.tree.map(lambda x: x.reshape(shape), rows.batch)
     weights = rows.weights.reshape(shape)
+    names = [f"row {number} of the update" for number in range(shape[1] * shape[2])]
     for update in range(updates):
         total = float(weights[update].sum(dtype=np.float64))
         if total == 0.0:
@@ -162,18 +118,8 @@ def _shares(spec: RunSpec, rows: CorpusRows) -> Iterator[tuple[TokenBatch, np.nd
                 place="data.sources",
                 remedy="see that the conversations have an assistant's part",
             )
-        share = (weights[update] / total).astype(weights.dtype)
-        yield jax.tree.map(lambda x, at=update: x[at], batch), share
-
-
-def _real(weights: np.ndarray) -> int:
-    """How many microbatches there are up to the last one that trains a token."""
-    return int(np.flatnonzero(weights.any(axis=(1, 2)))[-1]) + 1
-
-
-def _skipped(update: int, logprobs: jax.Array, rows: int) -> SkippedUpdate:
-    """Looks for the rows that made an update not finite; collective over processes."""
-    finite = np.isfinite(multihost_utils.process_allgather(logprobs, tiled=True))
-    whole = finite.reshape(rows, -1).all(axis=1)
-    bad = [f"row {number} of the update" for number in np.flatnonzero(~whole).tolist()]
-    return SkippedUpdate(update, tuple(bad or ["all its rows"]), identified=bool(bad))
+        own = (weights[update] / total).astype(weights.dtype)
+        real = int(np.flatnonzero(own.any(axis=(1, 2)))[-1]) + 1
+        tokens = jax.tree.map(lambda x, at=update: x[at], batch)
+        on_mesh = shard_batch((tokens, LossInputs(own)), mesh)
+        yield Share(*on_mesh, real, names, lambda values: [*values.reshape(-1, packing.tokens)])

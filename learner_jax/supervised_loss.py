@@ -16,17 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from learner_jax.packing import Data
+from learner_jax.packing import Data, LossInputs
 from runspec.core.spec.schema import ZLoss
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DocumentInputs:
-    """Values of each trained token for the loss, float32, shaped as the tokens are."""
-
-    weights: Data
-    """w_t; 0 where the position trains no token."""
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +61,7 @@ class DocumentMetrics:
 def document_loss(
     logprobs: Float[Array, "B T"],
     level: Float[Array, "B T"] | None,
-    inputs: DocumentInputs,
+    inputs: LossInputs,
     z_loss: ZLoss,
 ) -> tuple[Float[Array, ""], DocumentMetrics]:
     """This microbatch's share of the loss.

@@ -1,4 +1,4 @@
-"""One rollout step on the mesh: rollouts in, updated state and the step's numbers out.
+"""One step on the mesh: rollouts in, updated state and the step's numbers out.
 
 All programs are dispatched without looking at what they computed, so that the devices never wait
 for the host between updates; the host looks once, at the end.
@@ -7,7 +7,7 @@ for the host between updates; the host looks once, at the end.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
@@ -20,8 +20,7 @@ from jax.sharding import Mesh
 
 from learner_jax.batch import Batch, TrainingRollout
 from learner_jax.loss import token_weights
-from learner_jax.loss_metrics import LossMetrics
-from learner_jax.packing import LossInputs, Packed, Sample, TokenBatch, pack
+from learner_jax.packing import LossInputs, Sample, TokenBatch, pack
 from learner_jax.sharding import shard_batch
 from learner_jax.step import Programs, TrainState, Update, microbatch_bound
 from runspec.core.process import RunStopped
@@ -65,56 +64,39 @@ class SkippedUpdate:
         return f"update {self.update} skipped, loss or gradient not finite: {which} {names}{more}"
 
 
-def skipped_update(
-    update: int, names: Sequence[RolloutName], packed: Packed, arrays: Sequence[jax.Array]
-) -> SkippedUpdate:
-    """Looks for the rollouts that made an update not finite.
-
-    Attention does not cross samples, so a rollout spoils only its own log-probs.
-
-    Args:
-        update: its number in the step.
-        names: of the rollouts, in the order of the samples in `packed`.
-        packed: the update's rows.
-        arrays: per-token values, float32 [M, rows, tokens]; where they may be sharded over
-            processes, all of them call this.
-    """
-    finite = np.ones(packed.batch.tokens.shape, bool)
-    for array in arrays:
-        finite &= np.isfinite(multihost_utils.process_allgather(array, tiled=True))
-    bad = [name for name, ok in zip(names, packed.gather(finite), strict=True) if not ok.all()]
-    return SkippedUpdate(update, tuple(bad or names), identified=bool(bad))
-
-
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a rollout step."""
+    """Result of a step."""
 
     state: TrainState
     numbers: dict[str, float]
-    """`LossMetrics.means` over the updates that were made (not finite where none was),
+    """`means` of the loss metrics over the updates that were made (not finite where none was),
     `grad_norm`, their mean before clipping; of all of them `nonfinite_tokens` and
     `skipped_updates`."""
     skipped: tuple[SkippedUpdate, ...]
     tokens: int
-    """Prompt and output tokens of the rollouts."""
+    """Prompt and output tokens of the rollouts, or tokens of the documents."""
     positions: int
     """Positions of the packed rows that were trained, padding included."""
-    score_s: float
-    """Seconds of packing, and of the log-probs of pi_old and of the reference policy."""
     update_s: float
     """Seconds of the updates: loss, gradients, optimizer."""
+    score_s: float = 0.0
+    """Seconds of packing rollouts, and of the log-probs of pi_old and of the reference policy."""
 
 
 @dataclass(frozen=True)
-class _Share:
-    """The rollouts of one optimizer update, packed and on the mesh."""
+class Share:
+    """What one optimizer update trains, on the mesh."""
 
-    names: Sequence[RolloutName]
-    packed: Packed
     tokens: TokenBatch
-    inputs: LossInputs
+    inputs: Any
     """Inputs of the loss; log-probs are from before the first update."""
+    microbatches: int
+    """Those that train a token; the rest of M is padding."""
+    names: Sequence[RolloutName | str]
+    """Of the rollouts, or of the rows of documents."""
+    by_name: Callable[[np.ndarray], Sequence[np.ndarray]]
+    """Values of each name, from values [M, rows, tokens]."""
 
 
 def train_step(
@@ -143,77 +125,101 @@ def train_step(
     """
     begun = time.perf_counter()
     # All of pi_old before the first update: that is what makes it the version's.
-    shares = [
-        _share(spec, mesh, programs, published, reference, rollouts)
-        for rollouts in _split(batch, spec.grpo.updates_per_step)
-    ]
+    shares = []
+    for named in _split(batch, spec.grpo.updates_per_step):
+        names, rollouts = zip(*named, strict=True)
+        packed = pack(
+            [Sample(rollout.prompt_tokens, rollout.output_tokens) for rollout in rollouts],
+            tokens=spec.learner.packing.tokens,
+            rows=spec.learner.packing.rows,
+            shards=mesh.shape["data"] * mesh.shape["fsdp"],
+            microbatches=microbatch_bound(spec),
+        )
+        weights = token_weights(
+            [len(rollout.output_tokens) for rollout in rollouts],
+            spec.grpo.loss_normalizer,
+            max_new_tokens=max(pool.max_new_tokens for pool in spec.samplers),
+        )
+        scattered = [
+            packed.scatter(values)
+            for values in (weights, [r.advantage for r in rollouts], [r.mu for r in rollouts])
+        ]
+        tokens, (on_mesh, advantages, mu) = shard_batch((packed.batch, scattered), mesh)
+        recompute, count = spec.grpo.old_logprobs == "recompute", packed.microbatches
+        old = programs.score(published, tokens, count) if recompute else mu
+        ref = None if reference is None else programs.score(reference, tokens, count)
+        inputs = LossInputs(on_mesh, advantages, old, mu, ref)
+        shares.append(Share(tokens, inputs, count, names, packed.gather))
     jax.block_until_ready([share.inputs for share in shares])
     scored = time.perf_counter()
-    batches = [(share.tokens, share.inputs, share.packed.microbatches) for share in shares]
-    state, outcomes, logprobs = make_updates(programs, state, batches, base)
-    skipped = tuple(
-        skipped_update(number, share.names, share.packed, [current, *jax.tree.leaves(share.inputs)])
-        for number, (share, current, (_, update)) in enumerate(
-            zip(shares, logprobs, outcomes, strict=True)
-        )
-        if update.skipped
-    )
-    refuse_skipping(spec, f"step {batch.manifest.step}", outcomes, skipped)
+    what = f"step {batch.manifest.step}"
+    state, numbers, skipped = make_updates(spec, what, programs, state, shares, base)
     return StepResult(
         state,
-        step_numbers(outcomes, LossMetrics.zeros(), ("loss", "policy_loss")),
+        numbers,
         skipped,
         tokens=sum(len(r.prompt_tokens) + len(r.output_tokens) for r in batch.rollouts),
-        positions=sum(s.packed.microbatches * s.packed.batch.tokens[0].size for s in shares),
-        score_s=scored - begun,
+        positions=sum(s.microbatches * s.tokens.tokens[0].size for s in shares),
         update_s=time.perf_counter() - scored,
+        score_s=scored - begun,
     )
 
 
 def make_updates(
+    spec: RunSpec,
+    what: str,
     programs: Programs,
     state: TrainState,
-    batches: Iterable[tuple[TokenBatch, Any, int]],
+    shares: Sequence[Share],
     base: Any | None,
-) -> tuple[TrainState, list[tuple[Any, Update]], list[jax.Array]]:
-    """Make an optimizer update of each batch.
+) -> tuple[TrainState, dict[str, float], tuple[SkippedUpdate, ...]]:
+    """Make an optimizer update of each share.
+
+    Attention does not cross samples, so a rollout or a document spoils only its own log-probs:
+    where an update was not finite, they tell which it was.
 
     Args:
-        programs: of the run.
+        spec, programs: of the run.
+        what: names the step in messages.
         state: used up.
-        batches: microbatches on the mesh, their loss inputs, and how many of them are real.
+        shares: in training order.
         base: the frozen weights under adapters; None where the weights are trained.
 
     Returns:
-        the new state; metrics and outcome of each update, on the host; and the log-probs of its
-        targets before it, float32 [M, rows, tokens] on the mesh.
+        The new state, the numbers of the step, and the updates that were not made.
+
+    Raises:
+        RunStopped: more than `optimizer.max_skipped` updates in a row were not finite.
     """
     logprobs: list[jax.Array] = []
     outcomes: list[tuple[Any, Update]] = []
-    for tokens, inputs, count in batches:
-        total = programs.accumulate(state.params, tokens, inputs, count, base)
+    for share in shares:
+        total = programs.accumulate(
+            state.params, share.tokens, share.inputs, share.microbatches, base
+        )
         state, update = programs.apply(state, total)
         logprobs.append(total.logprobs)
         outcomes.append((total.metrics, update))
         del total  # or its gradient would lie beside the next one
-    return state, jax.device_get(outcomes), logprobs
-
-
-def refuse_skipping(
-    spec: RunSpec,
-    what: str,
-    outcomes: Sequence[tuple[Any, Update]],
-    skipped: Sequence[SkippedUpdate],
-) -> None:
-    """Raise RunStopped where more than `optimizer.max_skipped` updates in a row were not finite."""
+    outcomes = jax.device_get(outcomes)
+    skipped = []
+    for number, (share, current) in enumerate(zip(shares, logprobs, strict=True)):
+        if not outcomes[number][1].skipped:
+            continue
+        finite = np.ones(current.shape, bool)
+        for array in (current, *jax.tree.leaves(share.inputs)):
+            finite &= np.isfinite(multihost_utils.process_allgather(array, tiled=True))
+        whole = zip(share.names, share.by_name(finite), strict=True)
+        bad = [name for name, values in whole if not values.all()]
+        skipped.append(SkippedUpdate(number, tuple(bad or share.names), identified=bool(bad)))
     in_a_row = max(int(update.skipped) for _, update in outcomes)
     if in_a_row > spec.optimizer.max_skipped:
         raise RunStopped(
-            f"{what}: {in_a_row} updates in a row were not finite; "
-            + "; ".join(str(each) for each in skipped),
+            f"{what}: {in_a_row} updates in a row were not finite; " + "; ".join(map(str, skipped)),
             place="optimizer.max_skipped",
             remedy="lower optimizer.lr or clip_norm; the newest full state is from before this",
         )
+    return state, step_numbers(outcomes), tuple(skipped)
 
 
 def compile_ahead(
@@ -223,7 +229,7 @@ def compile_ahead(
     scored: Any | None,
     base: Any | None = None,
 ) -> None:
-    """Compiles the large programs, on no microbatch, while the first rollouts are made.
+    """Compiles the large programs, on no microbatch, while there is nothing to train yet.
 
     Args:
         mesh, programs, state: of the run.
@@ -251,59 +257,14 @@ def _split(batch: Batch, parts: int) -> list[list[tuple[RolloutName, TrainingRol
     return [share for share in shares if share]
 
 
-def _share(
-    spec: RunSpec,
-    mesh: Mesh,
-    programs: Programs,
-    published: Any,
-    reference: Any | None,
-    named: Sequence[tuple[RolloutName, TrainingRollout]],
-) -> _Share:
-    names, rollouts = zip(*named, strict=True)
-    packed = pack(
-        [Sample(rollout.prompt_tokens, rollout.output_tokens) for rollout in rollouts],
-        tokens=spec.learner.packing.tokens,
-        rows=spec.learner.packing.rows,
-        shards=mesh.shape["data"] * mesh.shape["fsdp"],
-        microbatches=microbatch_bound(spec),
-    )
-    weights = token_weights(
-        [len(rollout.output_tokens) for rollout in rollouts],
-        spec.grpo.loss_normalizer,
-        max_new_tokens=max(pool.max_new_tokens for pool in spec.samplers),
-    )
-    scattered = [
-        packed.scatter(values)
-        for values in (weights, [r.advantage for r in rollouts], [r.mu for r in rollouts])
-    ]
-    tokens, (on_mesh, advantages, mu) = shard_batch((packed.batch, scattered), mesh)
-    recompute = spec.grpo.old_logprobs == "recompute"
-    inputs = LossInputs(
-        weights=on_mesh,
-        advantages=advantages,
-        old_logprobs=programs.score(published, tokens, packed.microbatches) if recompute else mu,
-        sampler_logprobs=mu,
-        ref_logprobs=(
-            None if reference is None else programs.score(reference, tokens, packed.microbatches)
-        ),
-    )
-    return _Share(names, packed, tokens, inputs)
-
-
-def step_numbers(
-    outcomes: Sequence[tuple[Any, Update]], zeros: Any, summed: Sequence[str]
-) -> dict[str, float]:
-    """Return the numbers of a step.
-
-    Args:
-        outcomes: metrics and outcome of each update.
-        zeros: metrics of nothing.
-        summed: numbers that the metrics add up over the updates; their mean is returned.
-    """
+def step_numbers(outcomes: Sequence[tuple[Any, Update]]) -> dict[str, float]:
+    """Return the numbers of a step, from metrics and outcome of each of its updates."""
     made = [(metrics, update) for metrics, update in outcomes if not update.skipped]
+    zeros = type(outcomes[0][0]).zeros()
     numbers: dict[str, float] = reduce(lambda a, b: a.merge(b), (m for m, _ in made), zeros).means()
-    for name in summed:
-        numbers[name] /= max(len(made), 1)
+    for name in ("loss", "policy_loss"):  # which the metrics add up over the updates
+        if name in numbers:
+            numbers[name] /= max(len(made), 1)
     numbers["grad_norm"] = sum(float(update.grad_norm) for _, update in made) / max(len(made), 1)
     if not made:
         numbers = dict.fromkeys(numbers, float("nan"))

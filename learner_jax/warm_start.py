@@ -2,6 +2,8 @@
 
 The result, a Hugging Face directory, is version 0 of the run. It is kept in a cache under a digest
 of everything that it follows from, and the run's `initial` is a link to it.
+
+A run without a warm start may draw version 0 from its seed.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import shutil
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,12 +26,11 @@ from jax.sharding import Mesh
 
 from bridge.safetensors_io import SINGLE_NAME
 from learner_jax.corpus.packed import CorpusRows
-from learner_jax.execution import full_float32
 from learner_jax.leaves import save_weights
 from learner_jax.model import abstract_params, init_params
 from learner_jax.packing import Packed, Sample, pack, row_bound
 from learner_jax.sampling import log_accuracy, sampled_right
-from learner_jax.sharding import make_mesh, shard_params
+from learner_jax.sharding import full_float32, make_mesh, shard_params
 from learner_jax.step import Programs, build_programs, microbatch_bound
 from learner_jax.supervised import score_rows, supervised_step
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
@@ -41,15 +41,18 @@ from runspec.core.files import (
     open_folder_lock,
     read_bounded,
     remove_leftovers,
+    write_atomic,
 )
 from runspec.core.hashing import digest_bytes, digest_file
 from runspec.core.models import spec_model
-from runspec.core.models.config import ModelConfig
+from runspec.core.models.config import CONFIG_NAME, ModelConfig
 from runspec.core.models.decoder import hf_config
+from runspec.core.models.parameters import parameter_count
 from runspec.core.process import RunStopped, not_retried
 from runspec.core.run_files import initial_model
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import Optimizer, RunSpec, Sft, WarmStart
+from runspec.core.tokenizer_files import TokenizerFiles
 from verify.plugins import Split, Trace, WarmStartData, load_warm_start_data
 
 FORMAT = 5
@@ -84,22 +87,20 @@ def make_initial_model(run_dir: Path, cache: Path, log: logging.Logger) -> Path:
     spec = load_resolved(run_dir)
     data = load_warm_start_data(spec)
     cache.mkdir(parents=True, exist_ok=True)
-    with _alone_in(cache, log):
-        model = _find_or_make(spec, data, cache, log)
-    _link(initial_model(run_dir), model)
-    return model
-
-
-def _alone_in(cache: Path, log: logging.Logger) -> AbstractContextManager[None]:
-    """Hold the cache's lock: two runs of one start make it once, and what another run has begun
-    here is not a leftover."""
     held = UserError(
         f"another run's warm start has held the cache for {OTHERS_S:.0f} s",
         place=str(cache),
         remedy="end that run, or wait for it",
     )
     waiting = partial(log.info, "waiting for another run's warm start in %s", cache)
-    return locked(open_folder_lock(cache), OTHERS_S, held, waiting)
+    # Two runs of one start make it once, and what another run has begun here is not a leftover.
+    with locked(open_folder_lock(cache), OTHERS_S, held, waiting):
+        model = _find_or_make(spec, data, cache, log)
+    link = initial_model(run_dir)
+    temporary = link.with_name(f".tmp-{uuid.uuid4().hex}-{link.name}")
+    temporary.symlink_to(model.resolve())
+    temporary.replace(link)
+    return model
 
 
 def _find_or_make(spec: RunSpec, data: WarmStartData, cache: Path, log: logging.Logger) -> Path:
@@ -197,18 +198,12 @@ def _make(
     return record
 
 
-def _link(link: Path, target: Path) -> None:
-    temporary = link.with_name(f".tmp-{uuid.uuid4().hex}-{link.name}")
-    temporary.symlink_to(target.resolve())
-    temporary.replace(link)
-
-
 def supervise(
     spec: RunSpec, config: ModelConfig, data: WarmStartData, log: logging.Logger
 ) -> tuple[Any, list[CurvePoint]]:
     """Trains until the held-out probability of the answer reaches its mark.
 
-    The updates are those of a run of kind `sft` (`learner_jax.supervised`).
+    The updates are those of a run of kind `sft` (`learner_jax.training`).
 
     Returns:
         The parameters, float32 on the mesh, and the curve.
@@ -319,3 +314,32 @@ def _pack(spec: RunSpec, traces: Sequence[Trace], microbatches: int | None = Non
     ]
     packing = spec.learner.packing
     return pack(samples, tokens=packing.tokens, rows=packing.rows, microbatches=microbatches)
+
+
+def draw_initial_model(run_dir: Path, log: logging.Logger) -> None:
+    """Write weights and config.json of `model.shape` beside the tokenizer in `initial/`.
+
+    config.json comes last: where it is, version 0 is whole.
+
+    Raises:
+        UserError: the tokenizer cannot be read, or has no end token.
+    """
+    spec, folder = load_resolved(run_dir), initial_model(run_dir)
+    with not_retried():
+        config = model_config(spec)
+        files = TokenizerFiles.read(folder)
+        end = files.special_id("eos_token")
+        if end is None:
+            raise UserError(
+                "the tokenizer has no end token",
+                place=files.place,
+                remedy="name eos_token in tokenizer_config.json",
+            )
+        padding = files.special_id("pad_token")
+        padding = end if padding is None else padding
+    full_float32(jnp.float32)
+    params = init_params(config, jax.random.key(spec.seed))
+    save_weights(params, config, folder)
+    fields = hf_config(config, dtype="float32", eos_token_id=end, pad_token_id=padding)
+    write_atomic(folder / CONFIG_NAME, json.dumps(fields, indent=2).encode())
+    log.info("drawn from seed %d: %.3g parameters", spec.seed, parameter_count(config))

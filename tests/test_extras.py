@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TASKS = ("sampler.tasks.task_set", "sampler.tasks.grading.launch", "sampler.tasks.grading.launch")
 VALIDATOR = ("verify.__main__", "verify.validator", "bridge.delta", *TASKS)
 PROCESSES = {
-    "learner": (*VALIDATOR, "learner_jax.runner", "learner_jax.prefill", "bridge.publisher"),
+    "learner": (*VALIDATOR, "learner_jax.train", "learner_jax.prefill", "bridge.publisher"),
     "validator-torch": (
         *VALIDATOR,
         "sampler.prefill.engine",

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from bridge.figures import Published
 from broadcast.metrics import Metrics
-from learner_jax.figures import GAUGES, Rows
+from learner_jax.metrics import GAUGES, Rows
 from runspec.core.keys import SigningKey
 from runspec.local.prepare import FILE_NAME
 from sampler.evaluation.evaluator import Results

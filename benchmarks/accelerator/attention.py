@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.accelerator.rows import Row, Settings, at_most, serve
 from learner_jax.attention import cudnn, xla
-from learner_jax.attention.spans import segment_starts, visible
+from learner_jax.attention.xla import segment_starts, visible
 
 OUTPUT_LIMIT, GRADIENT_LIMIT = 0.005, 0.01
 """Relative errors in bfloat16. XLA's way shows 0.002 and 0.003: the output's rounding alone. Flash

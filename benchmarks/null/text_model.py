@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from learner_jax.execution import Execution
 from learner_jax.leaves import save_weights
 from learner_jax.logprobs import token_logprobs
 from learner_jax.model import bind, init_params
 from learner_jax.optimizer import apply_gradients, build_optimizer, init_state
+from learner_jax.sharding import Execution
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.decoder import hf_config
 from runspec.core.models.family import parse_config

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from learner_jax.attention import xla
-from learner_jax.attention.spans import segment_lengths, segment_starts
+from learner_jax.attention.xla import segment_lengths, segment_starts
 from runspec.core.errors import UserError
 
 SHORTEST = 128

@@ -19,8 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jaxtyping import Array, Bool, Float, Int
 
-from learner_jax.attention.spans import key_blocks, segment_starts
-from learner_jax.attention.xla import SAVED
+from learner_jax.attention.xla import SAVED, key_blocks, segment_starts
 
 DTYPES = (jnp.bfloat16, jnp.float32)
 LANES = 128

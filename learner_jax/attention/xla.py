@@ -1,10 +1,13 @@
 """Packed attention in plain XLA: right on every platform, and in float64.
 
 Short rows are attended at once. Longer rows go a tile at a time. A tile is a block of queries of
-one row, and visits only the blocks of keys that it sees (`spans.key_blocks`). So the work grows
+one row, and visits only the blocks of keys that it sees (`key_blocks`). So the work grows
 with the sum of the squared segment lengths, and memory with T, not with T x T. Softmax is taken
 online and its backward pass recomputed from the log-sum-exp, after FlashAttention-2 (arXiv
 2307.08691, algorithms 1 and 2).
+
+A segment lies in one piece, so the query at column t sees the columns start .. t, where start is
+the column at which its segment begins: two numbers a query instead of a mask.
 """
 
 from __future__ import annotations
@@ -14,10 +17,58 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from learner_jax.attention.spans import key_blocks, segment_starts, visible
-from learner_jax.execution import wide_dtype
+from learner_jax.sharding import wide_dtype
+
+
+def segment_starts(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The column at which the segment of each column begins; T, past every key, at padding.
+
+    Args:
+        segment_ids: equal and positive in the columns of a segment, 0 for padding.
+    """
+    length = segment_ids.shape[1]
+    begins = jnp.where(_differs_from_left(segment_ids), jnp.arange(length, dtype=jnp.int32), 0)
+    return jnp.where(segment_ids == 0, length, jax.lax.cummax(begins, axis=1))
+
+
+def segment_lengths(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The length of the segment of each column; 0 at padding."""
+    length = segment_ids.shape[1]
+    last = jnp.roll(_differs_from_left(segment_ids), -1, axis=1)  # column 0 always differs
+    ends = jnp.where(last, jnp.arange(length, dtype=jnp.int32) + 1, length)
+    stops = jax.lax.cummin(ends, axis=1, reverse=True)
+    return jnp.where(segment_ids == 0, 0, stops - segment_starts(segment_ids))
+
+
+def _differs_from_left(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    new = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.pad(new, ((0, 0), (1, 0)), constant_values=True)
+
+
+def visible(
+    starts: Int[Array, "*B Q"], columns: Int[Array, "*B Q"], keys: Int[Array, " N"]
+) -> Bool[Array, "*B Q N"]:
+    """Whether each query sees each of the keys, all given by their columns."""
+    return (starts[..., None] <= keys) & (keys <= columns[..., None])
+
+
+def key_blocks(
+    starts: Int[Array, "*B Q"], columns: Int[Array, "*B Q"], block: int
+) -> tuple[Int[Array, "*B"], Int[Array, "*B"]]:
+    """The blocks of keys, [first, stop), in which the queries together see anything.
+
+    Args:
+        starts, columns: of the queries; those that see nothing have start > column.
+        block: keys in a block.
+
+    Returns:
+        first and stop; stop <= first where the queries see nothing.
+    """
+    last = jnp.max(jnp.where(starts <= columns, columns, -1), axis=-1)
+    return jnp.min(starts, axis=-1) // block, last // block + 1
+
 
 DIRECT = 128
 """Longest row attended at once: on a CPU tiles take a half to a third of the time from 256 on."""

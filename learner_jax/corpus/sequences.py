@@ -22,11 +22,10 @@ from jaxtyping import Array, Float
 from tokenizers import Tokenizer
 
 from learner_jax.corpus.documents import Counts, Document, Kind, read_all, reported
-from learner_jax.execution import Execution
 from learner_jax.model import bind
 from learner_jax.packing import Sample, TokenBatch, pack
 from learner_jax.score import ROW_MULTIPLE, load_model, writable
-from learner_jax.sharding import shard_batch
+from learner_jax.sharding import Execution, shard_batch
 from learner_jax.step import policy_logprobs
 from runspec.core.errors import UserError
 from runspec.core.files import atomic_file, write_atomic

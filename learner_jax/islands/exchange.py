@@ -10,23 +10,21 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from bridge.codecs import Codec
+from bridge.codecs import codec
 from broadcast.store import AlreadyPublished
-from learner_jax.islands.connection import ATTEMPT_S, REJOIN, REPORT_EVERY_S, Connection
-from learner_jax.islands.joining import Behind, Joining, Stopped
-from learner_jax.islands.outer import OuterSpec, OuterState, outer_update, weighted_mean
-from learner_jax.islands.share_fetcher import BadObject, Silent
-from learner_jax.islands.state import Flat
+from learner_jax.islands.joining import ATTEMPT_S, REJOIN, REPORT_EVERY_S, Behind, Joining, Stopped
+from learner_jax.islands.shares import BadObject, Silent
+from learner_jax.islands.state import Flat, OuterState, outer_update, weighted_mean
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
-from verify.formats.islands import CommitRecord, Contribution, ShareOffered
+from verify.formats.islands import CommitRecord, ShareOffered
 from verify.island_client import Committed
 
 WAIT_S = 5.0
@@ -59,11 +57,8 @@ class Settled:
     @property
     def weights(self) -> dict[str, float]:
         """Weights of the shares in the mean, by island."""
-        return {
-            each.island: each.weight
-            for each in self.record.contributors
-            if each.island not in self.refused
-        }
+        shares = self.record.contributors
+        return {each.island: each.weight for each in shares if each.island not in self.refused}
 
     @property
     def dropped(self) -> dict[str, str]:
@@ -81,20 +76,9 @@ class Settled:
 
 
 @dataclass
-class Exchange(AbstractContextManager["Exchange"]):
-    """Offers, records and shares of one island, in process 0 of its learner."""
+class Exchange(Joining, AbstractContextManager["Exchange"]):
+    """Offers, records and shares of one island, beside its outer states."""
 
-    connection: Connection
-    joining: Joining
-    """Outer states, from which islands start."""
-    run: str
-    corpus: str
-    """Digest of the documents; empty for a run that trains on rollouts."""
-    codec: Codec
-    min_cosine: float | None
-    silence_s: float
-    """Seconds without a byte after which a share is said to be lost."""
-    optimizer: OuterSpec
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="exchange")
     )
@@ -122,23 +106,21 @@ class Exchange(AbstractContextManager["Exchange"]):
             UserError: the store cannot be written.
         """
         try:
-            manifest = self.connection.store.put_share(step, data)
+            manifest = self.store.put_share(step, data)
         except AlreadyPublished as there:
-            before = self.connection.store.share(step)
+            before = self.store.share(step)
             if before is None:
                 raise
-            self.connection.log.warning(
-                "step %d: trained again, it gives another share: the first stays", step
-            )
+            self.log.warning("step %d: trained again, another share: the first stays", step)
             data, manifest = before, there.manifest_digest
         self._own = step, data
         offer = ShareOffered(
             run=self.run,
             step=step,
-            island=self.connection.island,
+            island=self.island,
             base=outer.digest,
             data=self.corpus,
-            url=self.connection.url,
+            url=self.url,
             manifest=manifest,
             share=digest_bytes(data),
             bytes=len(data),
@@ -146,7 +128,7 @@ class Exchange(AbstractContextManager["Exchange"]):
             norm=norm,
         )
         self._offering = self._threads.submit(self._tell, offer)
-        self._settle_later(step, outer)
+        self._settling = step, self._threads.submit(self._settle, step, outer)
 
     def offered(self) -> None:
         """Wait until the coordinator has the last offer, which no other process would repeat.
@@ -172,23 +154,28 @@ class Exchange(AbstractContextManager["Exchange"]):
         """
         self.offered()
         if self._settling is None or self._settling[0] != step:
-            self._settle_later(step, outer)
-        assert self._settling is not None, "just begun"
+            self._settling = step, self._threads.submit(self._settle, step, outer)
         return self._settling[1].result()
+
+    def left_out(self, step: int) -> bool:
+        """Return whether a step has a record, and that names no share of this island."""
+        record = self._record(step)
+        return record is not None and all(e.island != self.island for e in record.contributors)
 
     def __exit__(self, *error: object) -> None:
         self._ended.set()
         while self._settling and not wait([self._settling[1]], _CANCEL_EVERY_S).done:
-            self.connection.fetcher.cancel()
+            self.fetcher.cancel()
         self._threads.shutdown()
-        self.connection.fetcher.close()
+        self.fetcher.close()
 
     def _tell(self, offer: ShareOffered) -> None:
-        if not self.connection.client.offer(offer):
-            self.connection.log.info("step %d is committed already", offer.step)
+        if not self.client.offer(offer):
+            self.log.info("step %d is committed already", offer.step)
 
-    def _settle_later(self, step: int, outer: OuterState) -> None:
-        self._settling = step, self._threads.submit(self._settle, step, outer)
+    def _check_stop(self) -> None:
+        if self.stop.is_set() or self._ended.is_set():
+            raise Stopped
 
     def _settle(self, step: int, outer: OuterState) -> Settled:
         begun = time.monotonic()
@@ -196,90 +183,34 @@ class Exchange(AbstractContextManager["Exchange"]):
             committed = self._await_record(step)
             data = self._gather(step, committed)
             if data is None:
-                continue
+                continue  # it has another record by now
             found = self._follow(step, committed.record, data, outer)
-            if self._is_final(step, committed.digest, found.outer):
+            reported = step, committed.digest, found.outer.digest
+            while (final := self.client.result(*reported, WAIT_S)) is False:
+                self._check_stop()
+            if final:
                 return replace(found, seconds=time.monotonic() - begun)
-
-    def _follow(
-        self, step: int, record: CommitRecord, data: Mapping[str, bytes], outer: OuterState
-    ) -> Settled:
-        """Return what follows from a record and its shares."""
-        if record.base != outer.digest:
-            raise UserError(
-                f"step {step} was trained from the outer state {record.base[:16]}, this island "
-                f"{self.connection.island} has {outer.digest[:16]}",
-                place=self.connection.url,
-                remedy=REJOIN,
-            )
-        if record.codec != self.codec.kind:
-            raise UserError(
-                f"the record of step {step} is of codec {record.codec}",
-                remedy="apply the same spec to every island",
-            )
-        weights = {each.island: each.weight for each in record.contributors}
-        mean = self._mean(data, weights)
-        cosines = self._cosines(data, weights, mean)
-        refused = self._refused(step, cosines)
-        if refused:
-            mean = self._mean({i: each for i, each in data.items() if i not in refused}, weights)
-        received = sum(
-            len(each) for island, each in data.items() if island != self.connection.island
-        )
-        after = outer_update(outer, mean, self.optimizer)
-        return Settled(record, mean, after, cosines, refused, received, 0.0)
-
-    def _is_final(self, step: int, record: str, outer: OuterState) -> bool:
-        """Report an outer state; return whether its record is final, or replaced."""
-        while (found := self.connection.client.result(step, record, outer.digest, WAIT_S)) is False:
-            if self.connection.stop.is_set() or self._ended.is_set():
-                raise Stopped
-        return found is not None
 
     def _await_record(self, step: int) -> Committed:
         begun, report_at = time.monotonic(), REPORT_EVERY_S
         while True:
-            if self.connection.stop.is_set() or self._ended.is_set():
-                raise Stopped
-            answer = self.connection.client.record(step, WAIT_S)
+            self._check_stop()
+            answer = self.client.record(step, WAIT_S)
             if isinstance(answer, Committed):
                 return answer
             waited = time.monotonic() - begun
             if waited >= report_at:
                 names = ", ".join(answer.waiting_for) or "nobody: the coordinator is late"
-                self.connection.log.info(
-                    "step %d: %.0f s waiting for the shares of %s", step, waited, names
-                )
+                self.log.info("step %d: %.0f s waiting for the shares of %s", step, waited, names)
                 # One of them may wait for an outer state; a restarted coordinator knows of none.
-                self.joining.publish()
+                self.publish()
                 report_at = waited + REPORT_EVERY_S
 
     def _gather(self, step: int, committed: Committed) -> dict[str, bytes] | None:
         """Return the shares of a record, in its order; those of others are fetched at once.
 
-        Returns:
-            None if the step has another record by now.
-        """
-        contributors = committed.record.contributors
-        others = [each for each in contributors if each.island != self.connection.island]
-        fetched = self._fetch(step, others, committed.digest)
-        if fetched is None:
-            return None
-        self.connection.fetcher.keep({step})
-        found = {each.island: data for each, data in zip(others, fetched, strict=True)}
-        return {
-            each.island: bytes(found[each.island])
-            if each.island in found
-            else self._own_share(step, each)
-            for each in contributors
-        }
-
-    def _fetch(
-        self, step: int, others: Sequence[Contribution], record: str
-    ) -> list[np.ndarray] | None:
-        """Fetch shares from where their islands are now: one may have moved since its offer.
-
-        Where no byte of a share arrives for `silence_s`, the coordinator may leave it out.
+        They come from where their islands are now: one may have moved since its offer. Where no
+        byte of a share arrives for `silence`, the coordinator may leave it out.
 
         Returns:
             None if the step has another record by now.
@@ -290,16 +221,18 @@ class Exchange(AbstractContextManager["Exchange"]):
             Behind: its island has removed a share.
             UserError: a share cannot be had.
         """
-        client, deadline = self.connection.client, time.monotonic() + FETCH_S
-        silence_s = self.silence_s
+        client, deadline, silence_s = self.client, time.monotonic() + FETCH_S, self.islands.silence
+        contributors = committed.record.contributors
+        others = [each for each in contributors if each.island != self.island]
         while True:
             urls = {each.island: each.url for each in client.outer_states().stored}
-            found = [replace(each, url=urls.get(each.island, each.url)) for each in others]
-            left, removed = deadline - time.monotonic(), self.joining.removed(step)
+            moved = [replace(each, url=urls.get(each.island, each.url)) for each in others]
+            left, removed = deadline - time.monotonic(), self._removed(step)
+            patience_s = ATTEMPT_S if silence_s == math.inf else silence_s + ATTEMPT_S
+            attempt_s = min(left, LAST_ATTEMPT_S if removed else patience_s)
             try:
-                patience_s = ATTEMPT_S if silence_s == math.inf else silence_s + ATTEMPT_S
-                attempt_s = min(left, LAST_ATTEMPT_S if removed else patience_s)
-                return self.connection.fetcher.fetch_shares(step, found, attempt_s, silence_s)
+                fetched = self.fetcher.fetch_shares(step, moved, attempt_s, silence_s)
+                break
             except CancelledError as error:
                 raise Stopped from error
             except BadObject:
@@ -310,41 +243,66 @@ class Exchange(AbstractContextManager["Exchange"]):
                 if isinstance(error, Silent) and not client.lost(step, error.island):
                     silence_s = math.inf  # that share stays in the record
                 newest = client.record(step, 0.0)
-                if not isinstance(newest, Committed) or newest.digest != record:
+                if not isinstance(newest, Committed) or newest.digest != committed.digest:
                     return None
                 if left <= ATTEMPT_S:
                     raise
-                self.connection.log.warning("step %d: trying again: %s", step, error)
+                self.log.warning("step %d: trying again: %s", step, error)
+        self.fetcher.keep_only(step)
+        found = {each.island: bytes(data) for each, data in zip(others, fetched, strict=True)}
+        return {
+            each.island: found[each.island] if each in others else self._own_share(step, each.share)
+            for each in contributors
+        }
 
-    def _own_share(self, step: int, share: Contribution) -> bytes:
+    def _own_share(self, step: int, digest: str) -> bytes:
         """Return this island's share as it was offered, also by a process before this one."""
         own = self._own[1] if self._own is not None and self._own[0] == step else None
-        if own is None or digest_bytes(own) != share.share:
-            own = self.connection.store.share(step)
-        if own is None or digest_bytes(own) != share.share:
+        if own is None or digest_bytes(own) != digest:
+            own = self.store.share(step)
+        if own is None or digest_bytes(own) != digest:
             raise UserError(
                 f"step {step}: this island's own share is not the one that it offered",
-                place=self.connection.url,
+                place=self.url,
                 remedy=REJOIN,
             )
         return own
 
-    def _mean(self, data: Mapping[str, bytes], weights: Mapping[str, float]) -> Flat:
-        decoded = (self.codec.decode(each, self.connection.size) for each in data.values())
-        return weighted_mean(decoded, [weights[island] for island in data])
-
-    def _cosines(
-        self, data: Mapping[str, bytes], weights: Mapping[str, float], mean: Flat
-    ) -> dict[str, float]:
-        total = sum(weights.values())
-        if len(data) < 2:
-            return {}
-        return {
-            island: cosine_to_others(
-                self.codec.decode(each, self.connection.size), mean, weights[island] / total
+    def _follow(
+        self, step: int, record: CommitRecord, data: Mapping[str, bytes], outer: OuterState
+    ) -> Settled:
+        """Return what follows from a record and its shares."""
+        if record.base != outer.digest:
+            raise UserError(
+                f"step {step} was trained from the outer state {record.base[:16]}, this island "
+                f"{self.island} has {outer.digest[:16]}",
+                place=self.url,
+                remedy=REJOIN,
             )
-            for island, each in data.items()
-        }
+        if record.codec != self.islands.codec.kind:
+            raise UserError(
+                f"the record of step {step} is of codec {record.codec}",
+                remedy="apply the same spec to every island",
+            )
+        weights = {each.island: each.weight for each in record.contributors}
+        decode, total = codec(self.islands.codec.kind).decode, sum(weights.values())
+        cosines: dict[str, float] = {}
+
+        def mean_without(refused: frozenset[str]) -> Flat:
+            named = [island for island in data if island not in refused]
+            decoded = (decode(data[island], self.size) for island in named)
+            return weighted_mean(decoded, [weights[island] for island in named])
+
+        mean = mean_without(frozenset())
+        if len(data) > 1:
+            for island, share in data.items():
+                part = weights[island] / total
+                cosines[island] = cosine_to_others(decode(share, self.size), mean, part)
+        if refused := self._refused(step, cosines):
+            mean = mean_without(refused)
+        received = sum(len(share) for island, share in data.items() if island != self.island)
+        after = outer_update(outer, mean, self.islands.outer)
+        return Settled(record, mean, after, cosines, refused, received, 0.0)
 
     def _refused(self, step: int, cosines: Mapping[str, float]) -> frozenset[str]:
         """Return the islands below `min_cosine`.
@@ -352,9 +310,8 @@ class Exchange(AbstractContextManager["Exchange"]):
         Raises:
             UserError: they are all of them.
         """
-        if self.min_cosine is None:
-            return frozenset()
-        refused = frozenset(i for i, cosine in cosines.items() if cosine < self.min_cosine)
+        least = -math.inf if self.islands.min_cosine is None else self.islands.min_cosine
+        refused = frozenset(island for island, cosine in cosines.items() if cosine < least)
         if refused and refused == cosines.keys():
             raise UserError(
                 f"step {step}: every share's cosine to the others is below the bound: "
@@ -363,7 +320,7 @@ class Exchange(AbstractContextManager["Exchange"]):
                 remedy="lower the bound, or see what the islands train on",
             )
         for island in sorted(refused):
-            self.connection.log.warning(
+            self.log.warning(
                 "step %d: the share of island %s is refused: its cosine to the others is %.3f",
                 *(step, island, cosines[island]),
             )

@@ -2,12 +2,14 @@
 
 Collective over the island's processes. Process 0 alone speaks to the coordinator and the other
 islands; the outer state is on every process, which computes the same from the mean that process 0
-gives it.
+gives it. `Alone` has the answers for a run without islands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,22 +18,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bridge.codecs import Codec, codec
+from bridge.codecs import codec
 from bridge.flat import FlatLayout
-from learner_jax.distributed import Peers
 from learner_jax.islands.exchange import Exchange, Settled
 from learner_jax.islands.joining import Behind, Stopped
-from learner_jax.islands.outer import OuterState, outer_update
-from learner_jax.islands.state import Flat, IslandState
+from learner_jax.islands.shares import ShareFetcher, ShareStore
+from learner_jax.islands.state import Flat, IslandState, OuterState, outer_update
 from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import HostLeaves, leaf_path
 from learner_jax.step import Programs, TrainState
 from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.keys import SigningKey
+from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.spec.schema import Islands
+from verify.island_client import IslandClient
 
 
 class Island:
-    """One island of a run, as `Member` describes it.
+    """One island of a run, as the learner's loop sees it.
 
     Args:
         run: as this island sees it.
@@ -47,12 +52,14 @@ class Island:
         self._run, self._programs, self._islands = run, programs, islands
         self._exchange, self._name, self._peers = exchange, run.island, run.peers
         self._layout = FlatLayout(run.config)
-        self._codec: Codec = codec(islands.codec.kind)
+        self._codec = codec(islands.codec.kind)
         self._state: IslandState | None = None
         self._norm: float | None = None
         """L2 norm of the last share; None before the first."""
         self.joined = False
+        """Whether it began at an outer state of another island."""
         self.last: dict[str, Any] | None = None
+        """Figures of the last commit for a step's line of metrics."""
 
     @property
     def state(self) -> IslandState:
@@ -62,6 +69,7 @@ class Island:
 
     @property
     def version(self) -> int:
+        """Newest committed version."""
         return self.state.version
 
     # -- Beginning -------------------------------------------------------------------------------
@@ -69,35 +77,46 @@ class Island:
     def begin(
         self, state: TrainState, step: int, stored: Mapping[str, np.ndarray]
     ) -> tuple[TrainState, int]:
+        """Return the state and the step in which the loop begins.
+
+        Args:
+            state: of the newest full state, or of version 0.
+            step: its number.
+            stored: arrays beside the full state; empty at version 0.
+
+        Raises:
+            Stopped: this process was told to end while it waited.
+        """
         if stored and self._fits(IslandState.of_arrays(stored)):
             self._state = IslandState.of_arrays(stored)
-            self._announce()
+            self._hold(store=True)
             try:
                 return self._settled(step, state), step
             except Behind as error:
                 self._run.log.warning("this island joins anew: %s", error)
-        elif not stored and self._run.trunk and self._can_follow(0):
+        elif not stored and self._run.trunk and self._ask(lambda others: others.can_follow(0)):
             outer = OuterState.initial(self._flat(state.params))
             self._state = IslandState.begin(0, outer, self._codec)
-            self._announce()
+            self._hold(store=True)
             return state, step
         self.joined = True
         return self.join(state)
 
     def join(self, state: TrainState) -> tuple[TrainState, int]:
+        """Return the state and the step of an island that begins at another one's outer state.
+
+        Args:
+            state: of any step; its parameters and moments are replaced.
+
+        Raises:
+            Stopped: this process was told to end while it waited.
+        """
         version, outer = self._fetch_outer()
         self._state = IslandState.begin(version, outer, self._codec)
-        self._announce()
+        self._hold(store=True)
         if version:
             return self._rejoin(state, version - 1), version
         return replace(state, params=self._tree(outer.theta)), 0
-
-    def _can_follow(self, version: int) -> bool:
-        def left() -> bool:
-            assert self._exchange is not None, "process 0"
-            return self._exchange.joining.can_follow(version)
-
-        return bool(self._peers.json_from_first(left))
 
     def _fits(self, stored: IslandState) -> bool:
         """Return whether this island can go on from a full state; it joins anew otherwise.
@@ -107,14 +126,13 @@ class Island:
         """
         offered, version = stored.sent is not None and stored.sent.offered, stored.version
 
-        def misfit() -> str:
-            assert self._exchange is not None, "process 0"
-            found = self._exchange.joining.misfit(version, stored.outer, offered=offered)
+        def misfit(others: Exchange) -> str:
+            found = others.misfit(version, stored.outer, offered=offered)
             if found and not self._run.trunk:
-                self._exchange.joining.forget(version)
+                others.forget(version)
             return found
 
-        why = self._peers.json_from_first(misfit)
+        why = self._ask(misfit)
         if why and self._run.trunk:
             raise UserError(
                 f"the full state of version {version} does not fit the coordinator's records: "
@@ -122,7 +140,7 @@ class Island:
                 place=str(self._run.folder),
                 remedy="put the run directory back together from one copy",
             )
-        if not why and not self._can_follow(version):
+        if not why and not self._ask(lambda others: others.can_follow(version)):
             why = "shares since then are removed"
         if why:
             self._run.log.warning(
@@ -131,53 +149,47 @@ class Island:
         return not why
 
     def _fetch_outer(self) -> tuple[int, OuterState]:
-        found: list[tuple[int, OuterState]] = []
+        found: list[OuterState] = []
 
-        def fetch() -> int:
-            assert self._exchange is not None, "process 0"
-            try:
-                found.append(self._exchange.joining.fetch())
-            except Stopped:
-                return -1
-            return found[0][0]
+        def fetch(others: Exchange) -> int:
+            version, outer = others.fetch_outer()
+            found.append(outer)
+            return version
 
-        version = self._peers.json_from_first(fetch)
-        if version < 0:
-            raise Stopped
-        own = found[0][1] if found else None
-        theta = self._from_first(None if own is None else own.theta)
-        momentum = self._from_first(None if own is None else own.momentum)
+        version = self._ask(fetch)
+        theta = self._from_first(found[0].theta if found else None)
+        momentum = self._from_first(found[0].momentum if found else None)
         return version, OuterState(theta, momentum)
 
-    def _announce(self) -> None:
-        """Store the outer state for islands that join."""
-        self._hold(store=True)
-
     def _hold(self, *, store: bool) -> None:
+        """Give the exchange the outer state; `store` it for islands that join."""
         held = self.state
-
-        def hold() -> None:
-            if self._exchange is not None:
-                self._exchange.joining.hold(held.version, held.outer, store=store)
-
-        self._peers.each(hold)
+        self._tell(lambda others: others.hold(held.version, held.outer, store=store))
 
     # -- Steps -----------------------------------------------------------------------------------
 
     def sits_out(self, step: int) -> bool:
+        """Return whether a step is committed without this island: it need not train it."""
         if self._islands.quorum in (None, len(self._islands.members)):
             return False  # no step is committed before this island has offered its share
-
-        def left_out() -> bool:
-            assert self._exchange is not None, "process 0"
-            record = self._exchange.connection.record(step)
-            return record is not None and all(
-                each.island != self._name for each in record.contributors
-            )
-
-        return bool(self._peers.json_from_first(left_out))
+        return bool(self._ask(lambda others: others.left_out(step)))
 
     def end_step(self, step: int, state: TrainState, weight: float | None) -> TrainState:
+        """Give this island's share of a step, and follow the commits that are due.
+
+        Args:
+            step: the step that ends.
+            state: the training state after it; of a step that the island sat out, before it.
+            weight: loss denominator of what was trained, 0 for nothing; None where the island sat
+                the step out.
+
+        Returns:
+            The state in which the next step begins.
+
+        Raises:
+            Behind: this island can only `join` anew.
+            Stopped: this process was told to end while it waited.
+        """
         if self._islands.overlap and self.state.sent is not None:
             state, rejoins = self._commit(state)
             if rejoins:
@@ -190,7 +202,23 @@ class Island:
         return self._settled(step + 1, state)
 
     def sent(self, step: int) -> bool:
+        """Return whether the share of a step is sent and its record has not come.
+
+        A full state may be written then: the next start waits for the record.
+        """
         return self.state.sent is not None and self.state.version == step
+
+    def weights(self, state: TrainState) -> Any:
+        """Return the masters of the newest committed version."""
+        if self._islands.overlap:
+            return self._tree(self.state.outer.theta)
+        return state.params
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return what a full state stores beside the training state."""
+        if self.state.sent is not None:  # a start from this state offers nothing for the step
+            self._tell(lambda others: others.offered())
+        return self.state.arrays()
 
     def _settled(self, step: int, state: TrainState) -> TrainState:
         """The state in which a step begins; with `overlap` the record is waited for at its end."""
@@ -198,32 +226,12 @@ class Island:
             return state
         return self._commit(state)[0]
 
-    def weights(self, state: TrainState) -> Any:
-        if self._islands.overlap:
-            return self._tree(self.state.outer.theta)
-        return state.params
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        if self.state.sent is not None:  # a start from this state offers nothing for the step
-
-            def offered() -> None:
-                if self._exchange is not None:
-                    self._exchange.offered()
-
-            self._peers.each(offered)
-        return self.state.arrays()
-
     def _send(self, step: int, state: TrainState, weight: float) -> None:
         held = self.state
         assert held.version == step, "a share is measured from its step's version"
         self._state, data, norm = held.send(self._flat(state.params), self._codec)
         self._norm = norm
-
-        def offer() -> None:
-            if self._exchange is not None:
-                self._exchange.offer(step, held.outer, data, weight, norm)
-
-        self._peers.each(offer)
+        self._tell(lambda others: others.offer(step, held.outer, data, weight, norm))
 
     def _commit(self, state: TrainState) -> tuple[TrainState, bool]:
         """Follow the record of the step that waits for one; return whether the island rejoins."""
@@ -245,15 +253,9 @@ class Island:
         """The outer state after a step, and whether this island's share is in it; collective."""
         found: list[Settled] = []
 
-        def settled() -> dict[str, Any]:
-            assert self._exchange is not None, "process 0"
-            try:
-                found.append(self._exchange.settled(step, before))
-            except Stopped:
-                return {"stopped": True}
-            except Behind as error:
-                return {"behind": [error.thing, error.place, error.remedy]}
-            one = found[0]
+        def settled(others: Exchange) -> dict[str, Any]:
+            one = others.settled(step, before)
+            found.append(one)
             return {
                 "step": step,
                 "contributors": [*one.weights],
@@ -266,18 +268,45 @@ class Island:
                 "settle_s": one.seconds,
             }
 
-        said = self._peers.json_from_first(settled)
-        if said.pop("stopped", False):
-            raise Stopped
-        if behind := said.pop("behind", None):
-            raise Behind(behind[0], place=behind[1], remedy=behind[2])
-        self.last = said
-        counted = self._name in said["contributors"]
+        self.last = said = self._ask(settled)
         mean = self._from_first(found[0].mean if found else None)
         outer = found[0].outer if found else outer_update(before, mean, self._islands.outer)
-        return outer, counted
+        return outer, self._name in said["contributors"]
 
-    # -- Arrays ----------------------------------------------------------------------------------
+    # -- Processes and arrays --------------------------------------------------------------------
+
+    def _ask(self, question: Callable[[Exchange], Any]) -> Any:
+        """Collective: what process 0 answers, a JSON value.
+
+        Raises:
+            Behind, Stopped: in every process where process 0 raised it.
+        """
+
+        def ask() -> dict[str, Any]:
+            assert self._exchange is not None, "process 0"
+            try:
+                return {"answer": question(self._exchange)}
+            except Stopped:
+                return {"stopped": True}
+            except Behind as error:
+                return {"behind": [error.thing, error.place, error.remedy]}
+
+        said = self._peers.json_from_first(ask)
+        if "stopped" in said:
+            raise Stopped
+        if "behind" in said:
+            thing, place, remedy = said["behind"]
+            raise Behind(thing, place=place, remedy=remedy)
+        return said["answer"]
+
+    def _tell(self, action: Callable[[Exchange], None]) -> None:
+        """Collective: do something in process 0; all hear of its error."""
+
+        def tell() -> None:
+            if self._exchange is not None:
+                action(self._exchange)
+
+        self._peers.each(tell)
 
     def _from_first(self, mine: Flat | None) -> Flat:
         """Give every process the vector of process 0."""
@@ -285,7 +314,7 @@ class Island:
             assert mine is not None, "the only process"
             return mine
         data = b"" if mine is None else mine.tobytes()
-        return np.frombuffer(broadcast_long(self._peers, data, 4 * self._layout.size), np.float32)
+        return np.frombuffer(self._peers.broadcast(data, 4 * self._layout.size), np.float32)
 
     def _flat(self, params: Any) -> Flat:
         return self._layout.flatten(HostLeaves(params))
@@ -332,19 +361,78 @@ def without_moments(state: optax.OptState, updates: int) -> optax.OptState:
     )
 
 
-LONG_PART_BYTES = 1 << 30
+class Alone:
+    """The learner of a run without islands: each step is committed as it ends. See `Island`."""
+
+    joined = False
+    last = None
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def begin(
+        self, state: TrainState, step: int, stored: Mapping[str, np.ndarray]
+    ) -> tuple[TrainState, int]:
+        self.version = step
+        return state, step
+
+    def join(self, state: TrainState) -> tuple[TrainState, int]:
+        return state, self.version  # there is nobody to join
+
+    def sits_out(self, step: int) -> bool:
+        return False
+
+    def end_step(self, step: int, state: TrainState, weight: float | None) -> TrainState:
+        self.version = step + 1
+        return state
+
+    def sent(self, step: int) -> bool:
+        return False
+
+    def weights(self, state: TrainState) -> Any:
+        return state.params
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {}
 
 
-def broadcast_long(peers: Peers, data: bytes, size: int) -> bytes:
-    """Give every process the bytes of process 0, however many.
+@contextmanager
+def join(
+    run: LearnerRun, programs: Programs, corpus: str | None, stop: threading.Event
+) -> Iterator[Island | Alone]:
+    """Give the loop its island, with a connection to the others for the block's time.
 
     Args:
-        peers: the processes.
-        data: in process 0; empty elsewhere.
-        size: length of `data`, which all know.
+        run: as this island sees it.
+        programs: of the island.
+        corpus: digest of the documents; None for a run that trains on rollouts.
+        stop: set when this process is told to end.
+
+    Raises:
+        UserError: the key or the store cannot be read.
     """
-    parts = []
-    for begin in range(0, size, LONG_PART_BYTES):
-        length = min(LONG_PART_BYTES, size - begin)
-        parts.append(peers.broadcast(data[begin : begin + length], length))
-    return b"".join(parts)
+    link, islands, name = run.link, run.spec.learner.islands, run.spec.name
+    if link is None:
+        yield Alone()
+        return
+    assert islands is not None, "a link is of a run with islands"
+    if not run.peers.first:
+        yield Island(run, programs, islands, None)
+        return
+    key, root = SigningKey.load(link.key), run.root_public_key()
+    roles = read_bounded(run.folder / "keys" / "roles.json", MAX_ROLES_BYTES)
+    with Exchange(
+        run=name,
+        island=link.name,
+        url=link.share_url,
+        size=FlatLayout(run.config).size,
+        islands=islands,
+        every=run.spec.checkpoints.every,
+        corpus=corpus or "",
+        client=IslandClient(link.coordinator, name, key, root_public_key=root),
+        store=ShareStore(link.share_store, run=name, key=key, roles=roles),
+        fetcher=ShareFetcher(run=name, root_public_key=root, folder=run.folder / "shares"),
+        stop=stop,
+        log=run.log,
+    ) as exchange:
+        yield Island(run, programs, islands, exchange)

@@ -6,23 +6,29 @@ are left. Otherwise it joins anew, from the newest outer state of another island
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from dataclasses import dataclass
 
 import numpy as np
 
 from broadcast.store import AlreadyPublished
-from learner_jax.islands.connection import ATTEMPT_S, REJOIN, REPORT_EVERY_S, Connection
-from learner_jax.islands.outer import OuterState
-from learner_jax.islands.share_fetcher import BadObject
+from learner_jax.islands.shares import BadObject, ShareFetcher, ShareStore
+from learner_jax.islands.state import OuterState
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
-from verify.formats.islands import StoredOuter
-from verify.island_client import Committed
+from runspec.core.spec.schema import Islands
+from verify.formats.islands import CommitRecord, StoredOuter
+from verify.island_client import Committed, IslandClient
 
+ATTEMPT_S = 60.0
+"""Seconds of one try to fetch; the next one asks where the islands are now."""
+REPORT_EVERY_S = 30.0
 KEPT_PERIODS = 2
 """Periods of `checkpoints.every` steps before the newest outer state whose shares stay in a store,
 for islands that start again at an older full state."""
+REJOIN = "remove this island's folder and its store, so that it joins anew"
 
 
 class Stopped(Exception):
@@ -35,11 +41,26 @@ class Behind(UserError):
 
 @dataclass
 class Joining:
-    """Outer states of one island and of the others."""
+    """Outer states of one island and of the others, in process 0 of its learner."""
 
-    connection: Connection
+    run: str
+    island: str
+    url: str
+    """Where the others find this island's store."""
+    size: int
+    """n: elements of a share, of theta, and of the momentum."""
+    islands: Islands
+    """Of the spec: codec, `min_cosine`, `silence`, outer optimizer."""
     every: int
     """Steps between two outer states that every island stores."""
+    corpus: str
+    """Digest of the documents; empty for a run that trains on rollouts."""
+    client: IslandClient
+    store: ShareStore
+    fetcher: ShareFetcher
+    stop: threading.Event
+    """Set when this process is told to end."""
+    log: logging.Logger
     _outer: tuple[int, OuterState] | None = None
     """The newest outer state, with its version."""
     _announced: int = -1
@@ -65,7 +86,7 @@ class Joining:
         version, outer = self._outer
         try:
             if version != self._announced:
-                self.connection.store.put_outer(version, outer.theta, outer.momentum)
+                self.store.put_outer(version, outer.theta, outer.momentum)
         except AlreadyPublished as there:
             raise UserError(
                 f"the outer state of version {version} was published with other contents",
@@ -73,8 +94,8 @@ class Joining:
                 remedy=REJOIN,
             ) from there
         self._announced = version
-        self.connection.store.keep(self._kept_since(version))
-        self.connection.client.announce(self.connection.url, version, outer.digest)
+        self.store.keep(self._kept_since(version))
+        self.client.announce(self.url, version, outer.digest)
 
     def can_follow(self, version: int) -> bool:
         """Return whether all shares are left that the records since a version name.
@@ -82,15 +103,15 @@ class Joining:
         Shares of others are removed in time; this island's own may be lost with its disk.
         """
         step = version
-        while (record := self.connection.record(step)) is not None:
-            own = [each for each in record.contributors if each.island == self.connection.island]
-            data = self.connection.store.share(step) if own else None
+        while (record := self._record(step)) is not None:
+            own = [each for each in record.contributors if each.island == self.island]
+            data = self.store.share(step) if own else None
             if own and (data is None or digest_bytes(data) != own[0].share):
                 return False
             step += 1
-        return step == version or not self.removed(version)
+        return step == version or not self._removed(version)
 
-    def fetch(self) -> tuple[int, OuterState]:
+    def fetch_outer(self) -> tuple[int, OuterState]:
         """Return the newest outer state that another island has stored, and its version.
 
         Raises:
@@ -99,37 +120,30 @@ class Joining:
         """
         begun, report_at = time.monotonic(), REPORT_EVERY_S
         while True:
-            states = self.connection.client.outer_states()
+            states = self.client.outer_states()
             # An island that has not noticed a rollback may still announce another version.
             left = range(states.oldest, states.committed + 1)
             found = [each for each in states.stored if each.version in left]
             for each in sorted(found, key=lambda each: -each.version):
-                if each.island == self.connection.island or not self.can_follow(each.version):
+                if each.island == self.island or not self.can_follow(each.version):
                     continue
                 if (outer := self._try_outer(each)) is not None:
                     return each.version, outer
-            if self.connection.stop.wait(1.0):
+            if self.stop.wait(1.0):
                 raise Stopped
             waited = time.monotonic() - begun
             if waited >= report_at:
-                self.connection.log.info(
-                    "%.0f s waiting for an island that has the outer state", waited
-                )
+                self.log.info("%.0f s waiting for an island that has the outer state", waited)
                 report_at = waited + REPORT_EVERY_S
 
     def _try_outer(self, stored: StoredOuter) -> OuterState | None:
         """Return an outer state; None if its server does not give it soon."""
         try:
-            theta, momentum = self.connection.fetcher.fetch_outer(
-                *(stored.island, stored.url, stored.version),
-                digest=stored.digest,
-                size=self.connection.size,
-                deadline_s=ATTEMPT_S,
-            )
+            theta, momentum = self.fetcher.fetch_outer(stored, self.size, ATTEMPT_S)
         except BadObject:
             raise
         except UserError as error:
-            self.connection.log.warning("trying another island: %s", error)
+            self.log.warning("trying another island: %s", error)
             return None
         return OuterState(np.array(theta), np.array(momentum))
 
@@ -143,17 +157,17 @@ class Joining:
             outer: that state.
             offered: whether the full state says that the share of step `version` was offered.
         """
-        states = self.connection.client.outer_states()
+        states = self.client.outer_states()
         if version > states.committed:
             return f"only {states.committed} steps are committed"
-        recorded = self.connection.client.result_of(version - 1) if version else None
+        recorded = self.client.result_of(version - 1) if version else None
         if recorded is not None and recorded != outer.digest:
             return f"the others have another outer state of version {version}"
         if version < states.oldest:
             return f"records before step {states.oldest} are not served any more"
         if offered and version == states.committed:
-            answer = self.connection.client.record(version, 0.0)
-            if not isinstance(answer, Committed) and self.connection.island not in answer.offered:
+            answer = self.client.record(version, 0.0)
+            if not isinstance(answer, Committed) and self.island not in answer.offered:
                 return f"the coordinator has no share of step {version} that it would count"
         return ""
 
@@ -165,19 +179,17 @@ class Joining:
         Args:
             version: of the full state that does not fit.
         """
-        self.connection.store.remove_from(
-            min(version, self.connection.client.outer_states().committed)
-        )
+        self.store.remove_from(min(version, self.client.outer_states().committed))
 
     def _kept_since(self, version: int) -> int:
         """The version since which an island that stores an outer state keeps everything."""
         return max(0, version // self.every - KEPT_PERIODS) * self.every
 
-    def removed(self, step: int) -> bool:
+    def _removed(self, step: int) -> bool:
         """Return whether another island has removed its share of a step."""
-        others = (
-            each
-            for each in self.connection.client.outer_states().stored
-            if each.island != self.connection.island
-        )
-        return any(step < self._kept_since(each.version) for each in others)
+        stored = self.client.outer_states().stored
+        return any(step < self._kept_since(e.version) for e in stored if e.island != self.island)
+
+    def _record(self, step: int) -> CommitRecord | None:
+        answer = self.client.record(step, 0.0)
+        return answer.record if isinstance(answer, Committed) else None

@@ -19,27 +19,30 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from broadcast.client import WeightsClient
-from broadcast.fetcher import NO_TOKEN
-from broadcast.transport import Access
-from learner_jax.manifests import StopSignal
+from learner_jax.feed import Reader
+from learner_jax.learner_run import IslandLink, LearnerRun
+from learner_jax.manifests import POLL_S, StopSignal, open_manifest, own_share
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.roles import Roles, open_roles
 from runspec.core.run_files import initial_model, step_folder, submission_files
 from runspec.core.signed import BadSignature
+from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
 from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 from verify.formats.batch import MAX_BYTES as MAX_BATCH_BYTES
-from verify.formats.batch import BatchGroup, open_batch, open_ranges, rows_per_step
+from verify.formats.batch import BatchGroup, BatchManifest
 from verify.formats.submission import largest_submission_bytes, open_submission
 from verify.formats.verdict import open_verdict
+from verify.island_client import IslandClient
 
 WAIT_S = 5.0
 """Seconds of one request for a manifest; a stop takes effect after it."""
@@ -47,19 +50,11 @@ REPORT_EVERY_S = 30.0
 _POLL_S = 0.1
 _AT_ONCE = 8
 """Submissions that are fetched at a time."""
+INITIAL_S = 3600.0
+"""Seconds that a first version may take to be published, and as many to arrive."""
 _LOG = logging.getLogger(__name__)
 Check = Callable[[bytes, Roles], object]
 """Raises a BadSignature if bytes are not to be believed, given the run's roles."""
-
-
-class Coordinator(Protocol):
-    """The part of `verify.island_client.IslandClient` that is needed here; threads share it."""
-
-    def roles(self) -> bytes: ...
-
-    def batch(self, step: int, wait_s: float) -> bytes | None: ...
-
-    def file(self, step: int, name: str, *, max_bytes: int) -> bytes: ...
 
 
 class Mirror:
@@ -76,7 +71,7 @@ class Mirror:
     """
 
     def __init__(
-        self, folder: Path, spec: RunSpec, coordinator: Coordinator, root_public_key: str
+        self, folder: Path, spec: RunSpec, coordinator: IslandClient, root_public_key: str
     ) -> None:
         self._folder, self._spec = folder, spec
         self._coordinator, self._root_public_key = coordinator, root_public_key
@@ -89,12 +84,13 @@ class Mirror:
             UserError: the coordinator does not answer, or its roles.json is not to be believed.
         """
         path, data = self._folder / "keys" / "roles.json", self._coordinator.roles()
+        opened = partial(open_roles, root_public_key=self._root_public_key, run=self._spec.name)
         try:
-            found = self._open_roles(data)
+            found = opened(data)
         except BadSignature as error:
             raise self._not_believed("roles.json", error) from error
         try:
-            held = self._open_roles(read_bounded(path, MAX_ROLES_BYTES))
+            held = opened(read_bounded(path, MAX_ROLES_BYTES))
         except (FileNotFoundError, BadSignature, UserError):
             held = None
         if held is None or held.issued < found.issued:
@@ -112,24 +108,25 @@ class Mirror:
             UserError: the coordinator does not answer, or its manifest is not to be believed.
         """
         path = step_folder(self._folder, step) / BATCH_FILE
-        check = partial(self._open, step=step)
-        if self._holds(path, MAX_BATCH_BYTES, check):
-            return True
+
+        def check(data: bytes, roles: Roles) -> None:
+            open_manifest(data, spec=self._spec, step=step, coordinators=roles.coordinator)
+
         begun = time.monotonic()
         report_at = begun + REPORT_EVERY_S
-        while True:
+        while not self._holds(path, MAX_BATCH_BYTES, check):
             if stop.is_set():
                 return False
             data = self._coordinator.batch(step, WAIT_S)
             if data is not None:
-                self._check(f"the manifest of step {step}", data, check)
-                write_atomic(path, data)
+                self._write(path, f"the manifest of step {step}", data, check)
                 return True
             now = time.monotonic()
             if now > report_at:
                 _LOG.info("step %d: %.0f s waiting for the coordinator's batch", step, now - begun)
                 report_at = now + REPORT_EVERY_S
-            stop.wait(_POLL_S)  # a server that does not wait itself is not asked without end
+            time.sleep(_POLL_S)  # a server that does not wait itself is not asked without end
+        return True
 
     def bring_rollouts(self, step: int, groups: Iterable[BatchGroup]) -> None:
         """Bring the submissions and verdicts of some groups.
@@ -152,48 +149,29 @@ class Mirror:
                 threads.shutdown(cancel_futures=True)
 
     def _bring(self, step: int, group: BatchGroup) -> None:
-        """Bring the four files of one submission."""
+        """Bring the four files of one submission, each unless it is there."""
         files = submission_files(self._folder, group.step, group.submission)
         largest = max(verdict_format.MAX_BYTES, largest_submission_bytes(self._spec))
-        small = submission_format.MAX_ENVELOPE_BYTES, verdict_format.MAX_ENVELOPE_BYTES
-        bring = partial(self._bring_file, step)
-        bring(files.submission, largest, lambda data, _: digest_bytes(data), group.submission)
-        bring(files.verdict, largest, lambda data, _: digest_bytes(data), group.verdict)
-        bring(
-            *(files.submission_envelope, small[0]),
-            lambda data, _: open_submission(data).digest,
-            group.submission,
-        )
-        bring(
-            *(files.verdict_envelope, small[1]),
-            lambda data, roles: open_verdict(data, validators=roles.validator).digest,
-            group.verdict,
-        )
 
-    def _bring_file(
-        self, step: int, path: Path, max_bytes: int, digest: Callable[[bytes, Roles], str], of: str
-    ) -> None:
-        """Bring a file unless it is there; `digest` checks it and returns what it is of."""
+        def of_envelope(data: bytes, roles: Roles) -> str:
+            return open_verdict(data, validators=roles.validator).digest
 
-        def check(data: bytes, roles: Roles) -> None:
-            if (found := digest(data, roles)) != of:
-                raise BadSignature(f"of digest {found[:16]}, the manifest says {of[:16]}")
-
-        if self._holds(path, max_bytes, check):
-            return
-        data = self._coordinator.file(step, path.name, max_bytes=max_bytes)
-        self._check(f"{path.name} of step {step}", data, check)
-        write_atomic(path, data)
-
-    def _open(self, data: bytes, roles: Roles, *, step: int) -> object:
-        signers, run = roles.coordinator, self._spec.name
-        if self._spec.supervised is None:
-            return open_batch(data, coordinators=signers, run=run, step=step)
-        rows = rows_per_step(self._spec)
-        return open_ranges(data, coordinators=signers, run=run, step=step, rows_per_step=rows)
-
-    def _open_roles(self, data: bytes) -> Roles:
-        return open_roles(data, root_public_key=self._root_public_key, run=self._spec.name)
+        for path, max_bytes, digest, named in (
+            (files.submission, largest, lambda data, _: digest_bytes(data), group.submission),
+            (files.verdict, largest, lambda data, _: digest_bytes(data), group.verdict),
+            (
+                *(files.submission_envelope, submission_format.MAX_ENVELOPE_BYTES),
+                *(lambda data, _: open_submission(data).digest, group.submission),
+            ),
+            (
+                *(files.verdict_envelope, verdict_format.MAX_ENVELOPE_BYTES),
+                *(of_envelope, group.verdict),
+            ),
+        ):
+            check = partial(_check_digest, digest, named)
+            if not self._holds(path, max_bytes, check):
+                data = self._coordinator.file(step, path.name, max_bytes=max_bytes)
+                self._write(path, f"{path.name} of step {step}", data, check)
 
     def _holds(self, path: Path, max_bytes: int, check: Check) -> bool:
         """Return whether a file is here and right; after a rollback of the run it may be neither
@@ -207,26 +185,34 @@ class Mirror:
             return False
         return True
 
-    def _check(self, what: str, data: bytes, check: Check) -> object:
-        """Run a check with the known roles; if it fails, with the newest, which may name more keys.
+    def _write(self, path: Path, what: str, data: bytes, check: Check) -> None:
+        """Check bytes by the known roles, or else by the newest, which may name more keys; write.
 
         Raises:
-            UserError: it failed twice.
+            UserError: the check failed twice.
         """
         try:
-            return check(data, self._roles)
+            check(data, self._roles)
         except BadSignature:
-            roles = self.bring_roles()
-        try:
-            return check(data, roles)
-        except BadSignature as error:
-            raise self._not_believed(what, error) from error
+            try:
+                check(data, self.bring_roles())
+            except BadSignature as error:
+                raise self._not_believed(what, error) from error
+        write_atomic(path, data)
 
     def _not_believed(self, what: str, error: BadSignature) -> UserError:
         return UserError(
             f"{what} of the coordinator is not to be believed: {error}",
             remedy="check the coordinator's URL and the pinned root key, and see its log",
         )
+
+
+def _check_digest(
+    digest: Callable[[bytes, Roles], str], named: str, data: bytes, roles: Roles
+) -> None:
+    """Compare what `digest` finds, which checks the data too, with what a manifest names."""
+    if (found := digest(data, roles)) != named:
+        raise BadSignature(f"of digest {found[:16]}, the manifest says {named[:16]}")
 
 
 def fetch_initial(
@@ -237,7 +223,6 @@ def fetch_initial(
     root_public_key: str,
     compared: bool,
     deadline_s: float,
-    access: Access = NO_TOKEN,
 ) -> Path:
     """Fetch the starting model, unless it is there; a fetch that was killed goes on.
 
@@ -251,7 +236,6 @@ def fetch_initial(
         root_public_key: pinned; signs the roles.json that names the publisher.
         compared: whether the starting model is the reference policy, so that it must be version 0.
         deadline_s: seconds that it may take.
-        access: token and certificates for these servers.
 
     Returns:
         FOLDER/initial: a Hugging Face directory, in `broadcast.dtype`.
@@ -262,10 +246,81 @@ def fetch_initial(
     final, cache = initial_model(folder), folder / "work" / "initial"
     if not final.exists():
         with WeightsClient(
-            urls, run=run, root_public_key=root_public_key, cache_dir=cache, access=access
+            urls, run=run, root_public_key=root_public_key, cache_dir=cache
         ) as client:
             newest = None if compared else client.latest(None, deadline_s)
             version = 0 if newest is None else newest.version
             client.fetch(version, manifest_digest=None, deadline_s=deadline_s).rename(final)
     shutil.rmtree(cache, ignore_errors=True)
     return final
+
+
+def prepare_folder(folder: Path, link: IslandLink, log: logging.Logger) -> None:
+    """Bring roles and starting model, where the island is not the trunk's.
+
+    Args:
+        folder: the island's own, with the run's spec.json.
+        link: of the island.
+        log: told of it.
+
+    Raises:
+        UserError: the coordinator or the servers of the weights do not answer in time.
+    """
+    if not link.weights:
+        return
+    key, root = SigningKey.load(link.key), link.root_public_key
+    assert root is not None, "an island without the run directory is told the root key"
+    spec = load_resolved(folder)
+    Mirror(folder, spec, IslandClient(link.coordinator, spec.name, key, root_public_key=root), root)
+    log.info("island %s: waiting for a version of the model", link.name)
+    compared = spec.supervised is None and spec.grpo.kl.coef > 0
+    fetch_initial(
+        *(folder, link.weights),
+        run=spec.name,
+        root_public_key=root,
+        compared=compared,
+        deadline_s=INITIAL_S,
+    )
+
+
+class MirroredReader:
+    """A reader of batches whose files the coordinator sends.
+
+    While a step is trained, the manifest of the next one is brought.
+
+    Args:
+        run: of an island without the run directory.
+        reader: reads the files, once they are here.
+    """
+
+    def __init__(self, run: LearnerRun, reader: Reader[Any]) -> None:
+        link = run.link
+        assert link is not None, "an island"
+        key, root = SigningKey.load(link.key), run.root_public_key()
+        client = IslandClient(link.coordinator, run.spec.name, key, root_public_key=root)
+        self._mirror = Mirror(run.folder, run.spec, client, root)
+        self._reader, self._island, self._steps = reader, link.name, run.spec.steps
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="manifest")
+
+    def wait(self, step: int, stop: StopSignal, log: logging.Logger) -> Any | None:
+        """Wait for the manifest of a step, and bring the rollouts of the island's share.
+
+        Raises:
+            UserError: the coordinator does not answer, or a file is not what the manifest names.
+        """
+        bringing = self._thread.submit(self._mirror.bring_manifest, step, stop)
+        while not bringing.done():
+            if stop.wait(POLL_S):
+                return None
+        if not bringing.result():
+            return None
+        if step + 1 < self._steps:
+            self._thread.submit(self._mirror.bring_manifest, step + 1, stop)
+        manifest = self._reader.wait(step, stop, log)
+        if isinstance(manifest, BatchManifest):
+            groups = manifest.groups[own_share(manifest, self._island)]
+            self._mirror.bring_rollouts(step, groups)
+        return manifest
+
+    def read(self, manifest: Any) -> Any:
+        return self._reader.read(manifest)

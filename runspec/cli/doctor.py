@@ -154,7 +154,7 @@ def _system(env: Mapping[str, str], runs_dir: Path) -> Iterator[Check]:
     well = birth(os.getpid()) is not None
     found = "/proc tells one from another" if well else "no /proc"
     yield _check("processes", well, found, "roles are supervised on Linux", "fail")
-    # Where `learner_jax.topology` looks for libtpu.
+    # Where `learner_jax.aot_command` looks for libtpu.
     named, aside = env.get("TPU_LIBRARY_PATH"), Path(sys.prefix) / "aot" / "libtpu" / "libtpu.so"
     well = bool((named and Path(named).is_file()) or find_spec("libtpu") or aside.is_file())
     found = "there: `plan --aot` compiles for TPUs" if well else "none"

@@ -194,7 +194,7 @@ def show_compiled(report: AotReport) -> None:
         ("memory", report.memory),
     ):
         print(f"  {name}: {_size(count)}")
-    print(f"  FLOPs of a microbatch and an update: {report.flops:.3g}")
+    print(f"  FLOPs by XLA, the body of a loop once: {report.flops:.3g}")
 
 
 def _compile(spec: RunSpec, config: ModelConfig | None) -> AotReport:

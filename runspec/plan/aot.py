@@ -53,7 +53,7 @@ class AotReport:
     """Memory that the run needs: all that the learner holds through a step, and the temporaries,
     code and new outputs of `worst`."""
     flops: float
-    """FLOPs of one microbatch and one update: `accumulate` and `apply`."""
+    """FLOPs of `accumulate` and `apply` by XLA's count, which has the body of a loop once."""
     compile_s: float
     """Seconds for all programs, tracing included."""
     fits: bool | None

@@ -109,7 +109,6 @@ def _one(folder: Path, files: Path, seed: int) -> list[tuple[Happened, float, fl
         publish_every=2,
         quorum=len(NAMES) - 1,
         grace=f"{GRACE_S:g}s",
-        codec={"kind": "int8"},
         overlap=seed % 2,
     )
     happened: list[Happened] = []

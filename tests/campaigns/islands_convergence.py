@@ -35,9 +35,7 @@ from scipy import stats
 from bridge.codecs import Codec, Kind, codec
 from bridge.flat import FlatLayout
 from learner_jax.corpus.sources import GeneratedReads
-from learner_jax.execution import Execution
-from learner_jax.islands.outer import (
-    OuterSpec,
+from learner_jax.islands.state import (
     OuterState,
     encode_share,
     outer_update,
@@ -46,9 +44,10 @@ from learner_jax.islands.outer import (
 from learner_jax.leaves import HostLeaves, leaf_path
 from learner_jax.model import abstract_params, bind, init_params
 from learner_jax.optimizer import apply_gradients, build_optimizer, init_state
+from learner_jax.sharding import Execution
 from runspec.core.files import write_atomic
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.schema import Optimizer
+from runspec.core.spec.schema import Optimizer, Outer
 
 LOG = logging.getLogger(__name__)
 READ, ROW = 126, 128
@@ -58,7 +57,7 @@ BEGIN, END, VOCABULARY = 4, 5, 6
 Tree = Any
 PARALLEL = "data-parallel"
 KINDS: tuple[str, ...] = get_args(Kind)
-BOUNDS = {"float32": 0.01, "float16": 0.003, "int8": 0.003, "int4": 0.01, "sparse": 0.01}
+BOUNDS = {"float32": 0.01, "float16": 0.003, "sparse": 0.01}
 """Largest relative difference in perplexity: of float32 to data-parallel, of others to float32."""
 DEFAULT_RESULTS = Path.home() / ".cache" / "runspec" / "islands_convergence.json"
 OUTER = {"dense": (0.4, 0.7, 1.0), "sparse": (1.0, 2.0, 3.0)}
@@ -81,15 +80,6 @@ SIZES = {
     "0.1M": Size(64, 2, 5_000_000, 10, (2e-3, 4e-3, 8e-3)),
     "1.3M": Size(128, 6, 10_000_000, 3, (2e-3, 4e-3, 8e-3)),
 }
-
-
-@dataclass(frozen=True)
-class Outer:
-    """The spec's block of the outer optimizer."""
-
-    lr: float
-    momentum: float
-    nesterov: bool = True
 
 
 @dataclass(frozen=True)
@@ -132,7 +122,7 @@ class Campaign:
                 state = trainer.parallel(state, rows)
             theta = trainer.flat(state, 0)
         else:
-            spec = Outer(outer, momentum=0.0 if variant == "sparse" else 0.9)
+            spec = Outer(lr=outer, momentum=0.0 if variant == "sparse" else 0.9)
             theta = trainer.islands(state, data, codec(variant), spec)  # type: ignore[arg-type]
         return trainer.nats(theta, reads(0, self.held_out))
 
@@ -284,7 +274,7 @@ class Trainer:
         return self._updates(state, rows.reshape(1, len(rows), -1, ROW))
 
     def islands(
-        self, state: State, steps: np.ndarray, codec: Codec, outer_spec: OuterSpec
+        self, state: State, steps: np.ndarray, codec: Codec, outer_spec: Outer
     ) -> np.ndarray:
         """Train islands that start as copies of one learner.
 

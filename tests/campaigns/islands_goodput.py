@@ -36,7 +36,10 @@ FAILURES = int(os.environ.get("ISLANDS_GOODPUT_FAILURES", "5"))
 """One a minute."""
 WARM_STEPS, UPDATES, STEPS, NAMES = 4, 16, 100_000, "abc"
 PLOT = Path(__file__).resolve().parents[2] / "docs" / "islands-goodput.svg"
-RUNS = {"three islands": {"quorum": 2, "grace": "1s", "codec": {"kind": "int8"}}, "one learner": {}}
+RUNS = {
+    "three islands": {"quorum": 2, "grace": "1s", "codec": {"kind": "float16"}},
+    "one learner": {},
+}
 
 
 @dataclass(frozen=True)

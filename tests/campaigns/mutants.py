@@ -38,7 +38,7 @@ CODE = (
     "learner_jax/full_states.py",
     "learner_jax/loss.py",
     "learner_jax/packing.py",
-    "learner_jax/runner.py",
+    "learner_jax/train.py",
     "learner_jax/training.py",
     "bridge/delta/files.py",
     "bridge/publisher.py",

@@ -53,7 +53,6 @@ learner:
   compute_dtype: float32
   islands:
     members: [{name: a}, {name: b, hardware: {kind: cpu, count: 1}, mesh: {fsdp: 1}}]
-    codec: {kind: int8}
     overlap: 1
 broadcast: {dtype: float32}
 checkpoints: {every: 6}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -17,15 +18,14 @@ import pytest
 
 from learner_jax.__main__ import main
 from learner_jax.aot import analyse, compile_programs, learner_mesh
-from learner_jax.hlo import parse, program_cost
-from learner_jax.step import build_programs
-from learner_jax.topology import (
+from learner_jax.aot_command import (
     compiler_library,
     learner_topology,
     parse_topology,
     prepare_environment,
     topology_devices,
 )
+from learner_jax.step import build_programs
 from runspec.core.errors import UserError
 from runspec.core.models.family import parse_config
 from runspec.core.spec.schema import RunSpec
@@ -105,14 +105,12 @@ def test_the_step_compiles_for_tpus_with_splash_attention(topology, remat):
     # When the gradient of a microbatch is compiled for a slice
     program = compiled(topology, "accumulate", remat)
     text, memory = program.as_text(), program.memory_analysis()
-    # Then attention is a Pallas kernel: forward, computed again, and backward, in each layer
-    kernels = program_cost(text).custom_calls
-    assert kernels["tpu_custom_call"] % SHAPE["num_hidden_layers"] == 0
-    assert kernels["tpu_custom_call"] >= 3 * SHAPE["num_hidden_layers"]
+    # Then attention is a Pallas kernel: forward, computed again and backward, in loops over layers
+    assert text.count('custom_call_target="tpu_custom_call"') >= 3
     # And of all arrays, on the chip and off it, none has T or more in two of its dimensions:
     # neither T x T nor T x V / 2
-    instructions = [i for computation in parse(text)[0].values() for i in computation.values()]
-    found = [array.shape for instruction in instructions for array in instruction.result]
+    shapes = re.findall(r"\b[a-z]+\d+\[([\d,]*)\]", text)
+    found = [tuple(int(size) for size in shape.split(",") if size) for shape in shapes]
     assert len(found) > 1000
     assert [shape for shape in found if sum(size >= TOKENS for size in shape) > 1] == []
     # And none is as large as the logits of a row, in another shape
@@ -121,21 +119,6 @@ def test_the_step_compiles_for_tpus_with_splash_attention(topology, remat):
     if remat == "offload":
         inputs = SHAPE["num_hidden_layers"] * TOKENS * SHAPE["hidden_size"] * 2
         assert memory.host_temp_size_in_bytes >= inputs
-
-
-@needs_libtpu
-def test_flops_of_the_compiled_forward_pass_are_those_of_its_matrices():
-    # When the products of the scoring program are counted, its loops as often as they run
-    chunk, chunks = 512, 5  # of a device's 2,304 positions, the last one filled up
-    program = compiled("v5p:2x2x2", "score")
-    cost = program_cost(program.as_text(), {"vocabulary_head": chunks})
-    # Then they are 2 FLOPs for each parameter of a matrix and each token, shared by the devices
-    d, f, h = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["head_dim"]
-    heads, kv_heads = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
-    layer = d * h * (2 * heads + 2 * kv_heads) + 3 * d * f
-    layers = 2 * SHAPE["num_hidden_layers"] * layer * 4 * TOKENS / 8
-    head = 2 * d * SHAPE["vocab_size"] / 2 * chunk * chunks
-    assert cost.flops == layers + head
 
 
 @needs_libtpu
@@ -175,29 +158,18 @@ def test_the_command_without_the_compiler_says_what_to_install(tmp_path, capfd):
     assert "make aot" in capfd.readouterr().err
 
 
-def test_compiling_for_this_machine_counts_each_layer():
+def test_compiling_for_this_machine_reports_memory_and_cost():
     # Given a small run on this machine's virtual devices
     spec = tiny_spec()
     assert learner_topology(spec.learner) is None
     assert str(learner_topology(tpu_spec().learner)) == "v5p:2x2x2"
     shape = {**SHAPE, "vocab_size": 32, "hidden_size": 16, "head_dim": 8, "intermediate_size": 24}
-    small = [
-        analyse(
-            spec,
-            parse_config({**shape, "num_hidden_layers": layers}, place="config.json"),
-            jax.devices()[:2],
-            memory=None,
-            names=["score"],
-        )
-        for layers in (2, 5)
-    ]
-    # When the forward pass is compiled with 2 and with 5 layers
-    flops = [report["programs"]["score"]["flops"] for report in small]
-    # Then three more layers cost three times a layer's products, though both loops have one body
-    layer = 16 * 8 * (2 * 2 + 2 * 2) + 3 * 16 * 24
-    tokens = 2 * 64  # two rows on a device
-    attention = 2 * 4 * 64 * 64 * 2 * 8  # scores and values of two rows, unmasked
-    assert flops[1] - flops[0] == 3 * (2 * layer * tokens + attention)
+    config, local = parse_config(shape, place="config.json"), jax.devices()[:2]
+    # When its forward pass is compiled
+    report = analyse(spec, config, local, memory=None, names=["score"])["programs"]["score"]
+    # Then XLA's own figures are there
+    assert report["argument_bytes"] > 0 and report["own_bytes"] > 0
+    assert report["flops"] > 0 and report["bytes_accessed"] > 0
 
 
 LONG = 8192
@@ -254,115 +226,3 @@ def test_the_estimate_of_what_a_step_needs_is_within_15_percent_of_the_compiler(
     assert learner_memory(spec, model).total == pytest.approx(
         report["memory"]["needed_bytes"]["accumulate"], rel=0.15
     )
-
-
-BODY = """%body (p: (s32[], f32[8,16], s32[])) -> (s32[], f32[8,16], s32[]) {
-  %p = (s32[], f32[8,16]{1,0}, s32[]) parameter(0)
-  %i = s32[] get-tuple-element(%p), index=0
-  %x = f32[8,16]{1,0} get-tuple-element(%p), index=1
-  %n = s32[] get-tuple-element(%p), index=2
-  %two = s32[] constant(2)
-  %next = s32[] add(%i, %two)
-  %w = f32[16,16]{1,0} constant({...})
-  %y = f32[8,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  ROOT %out = (s32[], f32[8,16]{1,0}, s32[]) tuple(%next, %y, %n)
-}"""
-
-
-def loop(end: str, bound: str) -> str:
-    """A loop from 1 in steps of 2, with one product of 8 x 16 by 16 x 16."""
-    return f"""{BODY}
-%condition (p: (s32[], f32[8,16], s32[])) -> pred[] {{
-  %p = (s32[], f32[8,16]{{1,0}}, s32[]) parameter(0)
-  %i = s32[] get-tuple-element(%p), index=0
-  %end = s32[] {end}
-  ROOT %less = pred[] compare(%i, %end), direction=LT
-}}
-ENTRY %main (x: f32[8,16], n: s32[]) -> f32[8,16] {{
-  %x = f32[8,16]{{1,0}} parameter(0)
-  %n = s32[] parameter(1)
-  %ten = s32[] constant(10)
-  %one = s32[] constant(1)
-  %start = (s32[], f32[8,16]{{1,0}}, s32[]) tuple(%one, %x, {bound})
-  %loop = (s32[], f32[8,16]{{1,0}}, s32[]) while(%start), condition=%condition, body=%body, {NAME}
-}}"""
-
-
-NAME, CARRIED = 'metadata={op_name="jit(f)/head/while"}', "get-tuple-element(%p), index=2"
-OF_DATA, PRODUCT = loop(CARRIED, "%n"), 2 * 8 * 16 * 16
-LOOPS = {"jit(f)/head/while": 1}
-CONVOLUTION = """ENTRY %main (q: bf16[16,512,128]) -> bf16[16,512,512] {
-  %q = bf16[16,512,128]{2,1,0} parameter(0)
-  ROOT %s = bf16[16,512,512]{2,1,0} convolution(%q, %q), WINDOW, dim_labels=0bf_0oi->0bf
-}""".replace("WINDOW", "window={size=16 stride=15 lhs_dilate=16}")
-SLICE = """%slice (stack: f32[64,128], i: s32[]) -> f32[1,128] {
-  %stack = f32[64,128]{1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %zero = s32[] constant(0)
-  ROOT %layer = f32[1,128]{1,0} dynamic-slice(%stack, %i, %zero), dynamic_slice_sizes={1,128}
-}
-ENTRY %main (stack: f32[64,128], i: s32[]) -> f32[1,128] {
-  %stack = f32[64,128]{1,0} parameter(0)
-  %i = s32[]{:S(6)} parameter(1)
-  ROOT %layer = f32[1,128]{1,0:T(8,128)S(1)} fusion(%stack, %i), kind=kLoop, calls=%slice
-}"""
-SCATTER = """%scatter (x: f32[64], i: s32[]) -> f32[16] {
-  %x = f32[64]{0} parameter(0)
-  %i = s32[] parameter(1)
-  %sum = f32[64]{0} all-reduce(%x), replica_groups=[1,4]<=[4], to_apply=%add
-  ROOT %own = f32[16]{0} dynamic-slice(%sum, %i), dynamic_slice_sizes={16}
-}
-ENTRY %main (x: f32[64], i: s32[]) -> f32[16] {
-  %x = f32[64]{0} parameter(0)
-  %i = s32[] parameter(1)
-  ROOT %own = f32[16]{0} fusion(%x, %i), kind=kCustom, calls=%scatter
-}"""
-
-
-@pytest.mark.parametrize(
-    ("text", "assumed", "expected"),
-    [
-        # over 1, 3, 5, 7, 9, with the end in the condition, and carried along
-        (loop("constant(10)", "%n"), {}, {"flops": 5 * PRODUCT, "assumed_loops": {}}),
-        (loop(CARRIED, "%ten"), {}, {"flops": 5 * PRODUCT, "assumed_loops": {}}),
-        # whose end is data: as often as is assumed, else once
-        (OF_DATA, {"head": 7}, {"flops": 7 * PRODUCT, "assumed_loops": dict.fromkeys(LOOPS, 7)}),
-        (OF_DATA, {}, {"assumed_loops": LOOPS}),
-        # a batch of products as a TPU writes them: positions of padding are not counted
-        (CONVOLUTION, {}, {"flops": 2 * 16 * 512 * 512 * 128}),
-        # one layer of a stack, and memory that is not HBM
-        (SLICE, {}, {"hbm_bytes": 128 * 4}),
-        # a fused all-reduce of which a slice is kept is a reduce-scatter
-        (SCATTER, {}, {"wire_bytes": {"reduce-scatter": 64 * 4 * 3 // 4}}),
-    ],
-)
-def test_the_cost_of_a_program_is_that_of_what_it_executes(text, assumed, expected):
-    cost = vars(program_cost(text, assumed))
-    assert {name: cost[name] for name in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("groups", "n"),
-    [
-        ("{{0,1,2,3},{4,5,6,7}}", 4),
-        ("[2,4]<=[8]", 4),
-        ("[4,2]<=[2,4]T(1,0)", 2),
-        ("mesh['a'=2,'b'=4] {'b'}", 4),
-        ("mesh['a'=2,'b'=4] {'a','b'}", 8),
-        ("mesh['a'=64,'b'=4], device_ids=([4,64]T(1,0)) {'b'}", 4),
-        ("mesh['a'=8,'b'=4] {'a':(2)4}", 4),
-    ],
-)
-def test_bytes_sent_by_collectives(groups, n):
-    # Given collectives whose rings of n devices hold 4,096 bytes, each sends
-    for kind, result, sent in (
-        ("all-gather", "bf16[8192]", 4096 * (n - 1)),
-        ("reduce-scatter", "bf16[512]", 4096 * (n - 1) // n),
-        ("all-reduce", "bf16[2048]", 2 * 4096 * (n - 1) // n),
-        ("collective-permute", "bf16[2048]", 4096),
-    ):
-        cost = program_cost(f"""ENTRY %main (x: bf16[2048]) -> {result} {{
-  %x = bf16[2048]{{0}} parameter(0)
-  ROOT %y = {result}{{0}} {kind}(%x), channel_id=1, replica_groups={groups}, dimensions={{0}}
-}}""")
-        assert (cost.collectives, cost.wire_bytes) == ({kind: 1}, {kind: sent})

@@ -19,17 +19,20 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as private
 
-from learner_jax.attention import _kernel, cudnn, packed_attention, splash, xla
-from learner_jax.attention.context import (
+from learner_jax.attention import (
     Kernel,
+    _kernel,
     attend_on_mesh,
     context_shards,
+    cudnn,
     from_zigzag,
+    packed_attention,
+    splash,
     to_zigzag,
+    xla,
 )
-from learner_jax.attention.spans import key_blocks, segment_starts
-from learner_jax.execution import Execution
-from learner_jax.sharding import make_mesh
+from learner_jax.attention.xla import key_blocks, segment_starts
+from learner_jax.sharding import Execution, make_mesh
 from runspec.core.errors import UserError
 from runspec.core.spec import schema
 

@@ -16,10 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner_jax.agreement import alarm_limit
-from learner_jax.batch import Batch, BatchReader, TrainingRollout
+from learner_jax.batch import Batch, BatchReader, TrainingRollout, alarm_limit
 from learner_jax.feed import decode_batch, encode_batch
-from learner_jax.manifests import RangeReader, manifest_digest
+from learner_jax.manifests import ManifestReader, manifest_digest
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
@@ -218,7 +217,7 @@ def test_waiting_ends_when_the_manifest_appears_or_the_role_is_told_to_stop(run)
 
 def test_a_run_on_documents_waits_for_rows_and_believes_the_coordinator_alone(tmp_path):
     run = Run(tmp_path / "run", documents_spec())
-    reader = RangeReader(run.path, run.spec, run.root.public_hex)
+    reader = ManifestReader[RangeManifest](run.path, run.spec, run.root.public_hex)
 
     def sign(step: int, *, rows: int = ROWS, key: SigningKey = run.coordinator) -> None:
         made = RangeManifest(run.spec.name, step, RowRange.of_step(step, rows), 7, "ab" * 32)

@@ -13,16 +13,16 @@ import pytest
 
 from learner_jax.__main__ import main
 from learner_jax.corpus.packed import open_corpus
-from learner_jax.document_batch import (
+from learner_jax.feed import (
     DocumentBatch,
     decode_documents,
     decode_rows,
     encode_documents,
     encode_rows,
 )
-from learner_jax.document_records import document_lengths
-from learner_jax.drawn import draw_initial_model
-from learner_jax.runner import train
+from learner_jax.report import document_lengths
+from learner_jax.train import train
+from learner_jax.warm_start import draw_initial_model
 from runspec.core.errors import UserError
 from runspec.core.run_files import corpus_cache, params_folder, state_folder, versions_in
 from runspec.core.spec.resolved import dump_resolved

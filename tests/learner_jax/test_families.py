@@ -20,12 +20,11 @@ from bridge.weight_map import weight_map
 from learner_jax import score
 from learner_jax.__main__ import main
 from learner_jax.decoder import rotation
-from learner_jax.execution import Execution, full_float32
 from learner_jax.leaves import leaf_at, load_params
 from learner_jax.logprobs import token_logprobs
 from learner_jax.model import bind
 from learner_jax.packing import Packed, Sample, TokenBatch, pack
-from learner_jax.sharding import make_mesh
+from learner_jax.sharding import Execution, full_float32, make_mesh
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import load_config, parse_config
 from runspec.core.spec import schema

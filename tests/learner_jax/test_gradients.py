@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 
 from learner_jax.decoder import embed
-from learner_jax.execution import Execution
 from learner_jax.model import abstract_params, bind, init_params
 from learner_jax.packing import Sample, pack
-from learner_jax.sharding import make_mesh, shard_batch, shard_params
+from learner_jax.sharding import Execution, make_mesh, shard_batch, shard_params
 from learner_jax.step import build_programs
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig

@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 from bridge.weight_map import weight_map
 from learner_jax.__main__ import main
 from learner_jax.checkpoint import StateInfo, save_state
-from learner_jax.execution import Execution
 from learner_jax.export_adapter import write_adapter
 from learner_jax.leaves import HostLeaves, leaf_at, load_params
 from learner_jax.model import (
@@ -34,7 +33,7 @@ from learner_jax.model import (
     init_params,
     merge_lora,
 )
-from learner_jax.sharding import make_mesh, param_shardings
+from learner_jax.sharding import Execution, make_mesh, param_shardings
 from learner_jax.step import TrainState
 from learner_jax.warm_start import model_config
 from runspec.core.errors import UserError

@@ -104,17 +104,6 @@ def test_shards_wait_for_each_other_by_one_row_at_most(lengths, rows, shards):
     assert loads.max(axis=1).sum() <= loads.sum() / shards + costliest
 
 
-def test_long_tails_are_balanced():
-    # given lengths as of reasoning: log-normal, a mean of a quarter of the longest
-    rng, tokens, shards = np.random.default_rng(0), 2048, 8
-    drawn = np.clip(rng.lognormal(np.log(tokens / 5), 0.8, 512), 2, tokens).astype(int)
-    samples = [Sample(np.zeros(1, np.int32), np.zeros(n - 1, np.int32)) for n in drawn]
-    # when packed for eight shards, then waiting for the slowest costs a twentieth at most
-    packed = pack(samples, tokens=tokens, rows=16, shards=shards)
-    loads = loads_of(row_lengths(packed), packed.microbatches, shards)
-    assert loads.max(axis=1).sum() < 1.05 * loads.mean(axis=1).sum()
-
-
 def test_a_fixed_number_of_microbatches_ends_in_padding():
     # given six samples that fill two microbatches, when four are asked for
     samples = samples_of([(2, 3)] * 6)

@@ -19,20 +19,21 @@ from hypothesis import strategies as st
 from bridge.publisher import Publisher
 from broadcast.relay import run_origin
 from learner_jax.checkpoint import save_params
-from learner_jax.execution import Execution
 from learner_jax.model import abstract_params, bind, init_params
-from learner_jax.prefill import JaxPrefill, Policy, prefill
-from learner_jax.sharding import make_mesh, shard_params
-from learner_jax.shared_prompts import (
+from learner_jax.prefill import (
     MOST_REPEATS,
+    JaxPrefill,
+    Policy,
     PrefillBatch,
     Shape,
     divide,
     halved,
     lay_out,
     predicting,
+    prefill,
     shape_for,
 )
+from learner_jax.sharding import Execution, make_mesh, shard_params
 from learner_jax.warm_start import model_config
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes

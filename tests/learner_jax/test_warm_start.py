@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner_jax.execution import Execution
 from learner_jax.model import abstract_params, bind, init_params
 from learner_jax.sampling import sample, sampled_right
-from learner_jax.sharding import make_mesh, shard_params
+from learner_jax.sharding import Execution, make_mesh, shard_params
 from learner_jax.warm_start import make_initial_model, model_config, warm_start_digest
 from runspec.core.files import open_folder_lock
 from runspec.core.hashing import digest_bytes

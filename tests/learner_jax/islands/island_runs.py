@@ -21,8 +21,8 @@ from bridge.publisher import Publisher, publish_versions
 from broadcast.relay import run_origin
 from broadcast.server import ServerOptions
 from learner_jax.checkpoint import check_state, load_beside, state_steps
-from learner_jax.drawn import draw_initial_model
-from learner_jax.island_link import IslandLink
+from learner_jax.learner_run import IslandLink
+from learner_jax.warm_start import draw_initial_model
 from runspec.core.keys import SigningKey
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import state_folder

@@ -12,15 +12,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from bridge.codecs import codec
 from learner_jax.islands import exchange as exchange_module
-from learner_jax.islands.connection import Connection
 from learner_jax.islands.exchange import Exchange
-from learner_jax.islands.joining import KEPT_PERIODS, Behind, Joining
-from learner_jax.islands.outer import OuterState, outer_update
-from learner_jax.islands.share_fetcher import Silent
+from learner_jax.islands.joining import KEPT_PERIODS, Behind
+from learner_jax.islands.shares import Silent
+from learner_jax.islands.state import OuterState, outer_update
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
+from runspec.core.spec.schema import Islands
 from tests.waiting import eventually
 from verify.formats.islands import (
     CommitRecord,
@@ -116,12 +115,12 @@ class FakeOthers:
         self.put.append(version)
         return ""
 
-    def keep(self, since: Any) -> None:
-        self.kept += [since] if isinstance(since, int) else []
+    def keep(self, since: int) -> None:
+        self.kept.append(since)
 
-    def fetch_outer(self, island: str, url: str, version: int, **_: Any) -> Any:
-        self.asked.append(island)
-        if island in self.down:
+    def fetch_outer(self, stored: StoredOuter, size: int, deadline_s: float) -> Any:
+        self.asked.append(stored.island)
+        if stored.island in self.down:
             raise UserError("did not arrive")
         return OUTER.theta, OUTER.momentum
 
@@ -133,45 +132,47 @@ class FakeOthers:
                 raise UserError("did not arrive") if silence_s == math.inf else Silent(each, 5.0)
         return [np.frombuffer(share_of(step), np.uint8) for _ in shares]
 
+    def keep_only(self, step: int) -> None: ...
     def cancel(self) -> None: ...
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class OuterSettings:
-    lr: float = 0.5
-    momentum: float = 0.0
-    nesterov: bool = False
+ISLANDS = Islands.model_validate(
+    {
+        "count": 2,
+        "grace": "5s",
+        "codec": {"kind": "float32"},
+        "outer": {"lr": 0.5, "momentum": 0.0, "nesterov": False},
+    }
+)
 
 
 def exchange_of(fake: FakeOthers) -> Exchange:
     any_fake = cast(Any, fake)
-    connection = Connection(
-        *("b", "http://b:1", N, any_fake, any_fake, any_fake),
+    return Exchange(
+        *("run", "b", "http://b:1", N, ISLANDS, EVERY, "", any_fake, any_fake, any_fake),
         *(threading.Event(), logging.getLogger("test")),
     )
-    joining, settings = Joining(connection, EVERY), OuterSettings()
-    return Exchange(connection, joining, "run", "", codec("float32"), None, 5.0, settings)
 
 
 def test_an_island_can_follow_where_all_shares_are_left():
     fake = FakeOthers(committed=13, announced={"a": 12})
     kept = 12 - KEPT_PERIODS * EVERY
-    joining = exchange_of(fake).joining
-    assert joining.can_follow(kept) and joining.can_follow(13)
+    exchange = exchange_of(fake)
+    assert exchange.can_follow(kept) and exchange.can_follow(13)
     # not where others have removed theirs, nor where its own are lost
-    assert not joining.can_follow(kept - 1)
+    assert not exchange.can_follow(kept - 1)
     fake.gone = {6}
-    assert not joining.can_follow(6) and joining.can_follow(7)
+    assert not exchange.can_follow(6) and exchange.can_follow(7)
     # a share that it did not contribute is not missed
     fake.gone = {7}
-    assert joining.can_follow(kept)
+    assert exchange.can_follow(kept)
 
 
 def test_an_island_joins_where_it_can_and_from_whoever_answers():
     # given a newest state whose island is down, one behind the island's own lost share, one more
     fake = FakeOthers(committed=9, announced={"a": 8, "c": 8, "d": 4}, down={"a"}, gone={6})
-    version, outer = exchange_of(fake).joining.fetch()
+    version, outer = exchange_of(fake).fetch_outer()
     assert version == 8 and fake.asked == ["a", "c"]
     np.testing.assert_array_equal(outer.theta, OUTER.theta)
 
@@ -180,7 +181,7 @@ def test_a_long_wait_stores_the_newest_outer_state_and_says_so_again(monkeypatch
     monkeypatch.setattr(exchange_module, "REPORT_EVERY_S", 0.0)
     fake = FakeOthers(committed=10)
     exchange = exchange_of(fake)
-    exchange.joining.hold(10, OUTER, store=False)
+    exchange.hold(10, OUTER, store=False)
     assert fake.put == fake.said == []
     # when the record of the next step is late
     with exchange:
@@ -227,7 +228,7 @@ def test_a_record_that_was_replaced_is_settled_again():
     # then it does not go on from the first record, and goes on once one is final
     assert fake.reported == [(4, "0" * 64), (4, "1" * 64)]
     assert [*settled.weights] == ["b"]
-    expected = outer_update(OUTER, settled.mean, OuterSettings())
+    expected = outer_update(OUTER, settled.mean, ISLANDS.outer)
     assert settled.outer.digest == expected.digest
 
 

@@ -13,8 +13,7 @@ import pytest
 from bridge.flat import FlatLayout
 from bridge.load import LeafReader
 from learner_jax.distributed import Peers
-from learner_jax.island_link import IslandLink
-from learner_jax.learner_run import LearnerRun
+from learner_jax.learner_run import IslandLink, LearnerRun
 from runspec.core.models.config import read_config
 from runspec.core.models.family import parse_config
 from runspec.core.run_files import corpus_cache, island_folder
@@ -42,7 +41,7 @@ def assert_same_end(a: dict[str, Any], b: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def straight(files: Path, tmp_path_factory: pytest.TempPathFactory) -> IslandRun:
     """A run that nothing disturbed; tests/e2e/test_documents.py has one that overlaps."""
-    spec = spec_of(files, steps=STEPS, updates=2, every=2, codec={"kind": "int8"})
+    spec = spec_of(files, steps=STEPS, updates=2, every=2, codec={"kind": "sparse"})
     run = IslandRun(tmp_path_factory.mktemp("straight") / "runs" / "run", spec, files / "tokenizer")
     with run:
         run.train()

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from tests.verify.coordinator.deployment import Site
 from tests.verify.coordinator.island_run import island, sampled_spec
 from tests.verify.coordinator.over_http import check, sample
 from verify.formats.batch import BatchGroup
+from verify.island_client import IslandClient
 
 NEVER = threading.Event()
 
@@ -74,7 +75,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def mirror(folder: Path, run: Any, coordinator: FakeCoordinator) -> Mirror:
-    return Mirror(folder, run.spec, coordinator, run.root.public_hex)
+    return Mirror(folder, run.spec, cast(IslandClient, coordinator), run.root.public_hex)
 
 
 def test_the_readers_of_a_run_directory_read_the_islands_folder(run, coordinator, folder):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,24 +15,21 @@ import optax
 import pytest
 import torch
 from blake3 import blake3
-from jax.sharding import Mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bridge.codecs import SEGMENT, codec
 from bridge.flat import FlatLayout
 from learner_jax.corpus.packed import CorpusRows
-from learner_jax.islands.outer import OuterState, encode_share, outer_update, weighted_mean
+from learner_jax.islands.state import OuterState, encode_share, outer_update, weighted_mean
 from learner_jax.leaves import HostLeaves, leaf_path, load_params
-from learner_jax.model import abstract_params, init_params
-from learner_jax.packing import Sample, pack
-from learner_jax.sharding import make_mesh, shard_batch, shard_params
-from learner_jax.step import Programs, build_programs, microbatch_bound
+from learner_jax.model import init_params
+from learner_jax.sharding import make_mesh
+from learner_jax.step import Programs, build_programs
 from learner_jax.supervised import supervised_step
 from learner_jax.warm_start import model_config
 from runspec.core.models.family import load_config
-from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.schema import Outer
 from tests.learner_jax.conftest import changed
-from tests.learner_jax.reference import Rollout, inputs_of, make_rollouts
 from tests.learner_jax.test_gradients import CONFIG as DOCUMENT_CONFIG
 from tests.learner_jax.test_gradients import params_of
 from tests.learner_jax.test_supervised import (
@@ -49,13 +45,6 @@ from tests.learner_jax.test_training import batch_of, spec_with, trained
 pytestmark = pytest.mark.slow
 
 N = 1000
-
-
-@dataclass(frozen=True)
-class OuterRule:
-    lr: float = 0.7
-    momentum: float = 0.9
-    nesterov: bool = True
 
 
 def vectors(count: int, seed: int = 0, n: int = N) -> list[np.ndarray]:
@@ -75,7 +64,7 @@ def test_the_outer_update_is_optax_sgd(lr, momentum, nesterov):
         # when both make their updates
         updates, moments = rule.update(gradient, moments, params)
         params = optax.apply_updates(params, updates)
-        state = outer_update(state, gradient, OuterRule(lr, momentum, nesterov))
+        state = outer_update(state, gradient, Outer(lr=lr, momentum=momentum, nesterov=nesterov))
         # then the parameters are the same
         assert state.theta.dtype == state.momentum.dtype == np.float32
         np.testing.assert_allclose(state.theta, params, rtol=1e-6, atol=1e-6 * np.abs(params).max())
@@ -87,8 +76,8 @@ def test_segments_do_not_show():
 
     def step(part: slice) -> OuterState:
         mean = weighted_mean((share[part] for share in shares), [1.0, 2.0])
-        state = outer_update(OuterState.initial(theta[part]), mean, OuterRule())
-        return outer_update(state, mean, OuterRule())
+        state = outer_update(OuterState.initial(theta[part]), mean, Outer())
+        return outer_update(state, mean, Outer())
 
     # then the second segment is as it is alone
     whole, alone = step(slice(None)), step(slice(SEGMENT, None))
@@ -120,7 +109,7 @@ def test_weights_that_make_no_mean_are_refused(weights):
         weighted_mean(vectors(2), weights)
 
 
-@pytest.mark.parametrize("kind", ["float16", "int8", "int4", "sparse"])
+@pytest.mark.parametrize("kind", ["float16", "sparse"])
 def test_what_a_share_lost_is_in_the_next(kind):
     # given a residual, of codecs with feedback
     each, (delta, before) = codec(kind), vectors(2)
@@ -139,26 +128,23 @@ def test_what_a_share_lost_is_in_the_next(kind):
     np.testing.assert_array_equal([delta, before], kept)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "sparse"])
-def test_with_feedback_the_shares_add_up_to_the_deltas(kind):
+def test_with_feedback_the_shares_add_up_to_the_deltas():
     # given the same pseudo-gradient at each of many steps
-    each, (delta,) = codec(kind), vectors(1, n=8192)
+    each, (delta,) = codec("sparse"), vectors(1, n=8192)
     steps, residual, total = 300, None, np.zeros(8192)
     for _ in range(steps):
         data, residual, _ = encode_share(each, delta, residual)
         total += each.decode(data, 8192)
-    # then their mean comes near it; of a sparse share a part of what it leaves out decays
-    error = np.linalg.norm(total / steps - delta) / np.linalg.norm(delta)
-    assert error < {"int8": 1e-4, "int4": 1e-3, "sparse": 0.6}[kind]
+    # then their mean comes near it: a part of what a share leaves out decays
+    assert np.linalg.norm(total / steps - delta) < 0.6 * np.linalg.norm(delta)
 
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
-NORMALIZERS = ["sequence", "token", "constant"]
 PLAIN = {"kind": "sgd", "momentum": 0.0, "clip_norm": 1e9}
 """An inner update that is linear in the gradient."""
 
 
-MEAN = OuterRule(1.0, 0.0)
+MEAN = Outer(lr=1.0, momentum=0.0)
 """Takes the mean of the islands' parameters."""
 
 
@@ -176,60 +162,6 @@ def assert_equal_updates(
     moved = np.linalg.norm(expected - theta)
     assert moved > 0.1 * np.linalg.norm(theta)
     assert np.linalg.norm(found - expected) < TOLERANCE[dtype] * moved
-
-
-def rollout_spec(normalizer: str, **optimizer: Any) -> RunSpec:
-    spec = spec_with(loss_normalizer=normalizer)
-    return changed(spec, optimizer={**PLAIN, "lr": 20.0, **optimizer})
-
-
-@cache
-def programs64() -> tuple[RunSpec, Mesh, Programs]:
-    """Those of every normaliser: it is in the weights alone."""
-    spec = changed(
-        rollout_spec("sequence", lr=5.0),
-        learner={"compute_dtype": "float64", "master_dtype": "float64"},
-        broadcast={"dtype": "float64"},
-    )
-    mesh = make_mesh(spec.learner.mesh)
-    return spec, mesh, build_programs(spec, DOCUMENT_CONFIG, mesh)
-
-
-def updated64(rollouts: list[Rollout], normalizer: str) -> np.ndarray:
-    """The parameters after one update in float64, by the jitted programs, [n]."""
-    spec, mesh, programs = programs64()
-    params = shard_params(params_of("float64"), abstract_params(DOCUMENT_CONFIG), mesh)
-    state = programs.init_state(params)
-    packed = pack(
-        [Sample(rollout.prompt, rollout.output) for rollout in rollouts],
-        tokens=spec.learner.packing.tokens,
-        rows=spec.learner.packing.rows,
-        shards=2,
-        microbatches=microbatch_bound(spec),
-    )
-    inputs = inputs_of(packed, rollouts, rollout_spec(normalizer).grpo)
-    tokens, inputs = shard_batch((packed.batch, inputs), mesh)
-    total = programs.accumulate(state.params, tokens, inputs, packed.microbatches)
-    state, _ = programs.apply(state, total)
-    return FlatLayout(DOCUMENT_CONFIG).flatten(HostLeaves(state.params), np.float64)
-
-
-@pytest.mark.parametrize("normalizer", NORMALIZERS)
-def test_islands_of_rollouts_are_one_data_parallel_learner(normalizer):
-    # given ten rollouts, of which one island has three
-    rollouts = make_rollouts(np.random.default_rng(0), DOCUMENT_CONFIG.vocab_size, 10, longest=30)
-    parts = [rollouts[:3], rollouts[3:]]
-    weights = [
-        float(sum(len(r.output) for r in part) if normalizer == "token" else len(part))
-        for part in parts
-    ]
-    # when they make an update together, and one learner makes it
-    with jax.enable_x64(True):
-        theta = FlatLayout(DOCUMENT_CONFIG).flatten(HostLeaves(params_of("float64")), np.float64)
-        expected = updated64(rollouts, normalizer)
-        found = averaged(theta, [updated64(part, normalizer) for part in parts], weights)
-    # then it is the same
-    assert_equal_updates(theta, found, expected, "float64")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -377,7 +309,7 @@ def island_losses(directory: Path, data: np.ndarray) -> list[float]:
             shares.append(encode_share(each, delta, None)[0])
             losses.append(result.numbers["loss"])
         decoded = (each.decode(share, layout.size) for share in shares)
-        outer = outer_update(outer, weighted_mean(decoded, [1.0] * ISLANDS), OuterRule())
+        outer = outer_update(outer, weighted_mean(decoded, [1.0] * ISLANDS), Outer())
         means.append(sum(losses) / len(losses))
     return means
 

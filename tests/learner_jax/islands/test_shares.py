@@ -17,8 +17,7 @@ from broadcast import store as store_module
 from broadcast.layout import stored_versions
 from broadcast.relay import run_origin
 from broadcast.store import AlreadyPublished
-from learner_jax.islands.share_fetcher import BadObject, ShareFetcher, Silent
-from learner_jax.islands.share_store import ShareStore
+from learner_jax.islands.shares import BadObject, ShareFetcher, ShareStore, Silent
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
@@ -26,7 +25,7 @@ from runspec.core.roles import sign_roles
 from tests.broadcast.conftest import Served
 from tests.broadcast.fake_relay import FakeRelay, Request, head, held_until
 from tests.waiting import eventually
-from verify.formats.islands import Contribution
+from verify.formats.islands import Contribution, StoredOuter
 
 LOG = logging.getLogger("test")
 RUN = "demo"
@@ -103,12 +102,12 @@ def test_all_shares_of_a_step_arrive_in_the_order_of_the_record(islands, caplog)
     # then each is what was put, in that order, and every byte is counted and reported
     assert [array.tobytes() for array in arrays] == [share_of(1), share_of(0)]
     assert arrays[0].dtype == np.uint8 and not arrays[0].flags.writeable
-    assert fetcher.received == 2 * SIZE
+    assert fetcher.received_from("a") == fetcher.received_from("b") == SIZE
     assert "the share of step 4 of island b is here" in caplog.text
     # and once more they come from the disk, until they are dropped, when they are still readable
     fetcher.fetch_shares(4, shares, WAIT_S)
-    assert fetcher.received == 2 * SIZE
-    fetcher.keep({5})
+    assert fetcher.received_from("a") == fetcher.received_from("b") == SIZE
+    fetcher.keep_only(5)
     assert list(islands.folder.glob("fetched/*/v*")) == []
     assert arrays[0].tobytes() == share_of(1)
 
@@ -119,19 +118,20 @@ def test_an_outer_state_comes_back_bit_for_bit(islands):
     digest = digest_bytes(theta.tobytes() + momentum.tobytes())
     url = islands.serve("a")
 
-    found = islands.fetcher().fetch_outer("a", url, 10, digest=digest, size=N, deadline_s=WAIT_S)
+    stored = StoredOuter("a", url, 10, digest)
+    found = islands.fetcher().fetch_outer(stored, N, WAIT_S)
 
     np.testing.assert_array_equal(found[0], theta)
     np.testing.assert_array_equal(found[1], momentum)
     assert found[0].dtype == np.float32
     # and one that is not the recorded one, or of another size, is refused by name
-    for wrong, match in (
-        ({"digest": "ab" * 32, "size": N}, "outer state of version 10 of island a has digest"),
-        ({"digest": digest, "size": N - 1}, f"theta.bin of {4 * (N - 1)} bytes"),
+    for wrong, size, match in (
+        ("ab" * 32, N, "outer state of version 10 of island a has digest"),
+        (digest, N - 1, f"theta.bin of {4 * (N - 1)} bytes"),
     ):
         fetcher = islands.fetcher("another")
         with pytest.raises(BadObject, match=match) as caught:
-            fetcher.fetch_outer("a", url, 10, deadline_s=WAIT_S, **wrong)  # type: ignore[arg-type]
+            fetcher.fetch_outer(replace(stored, digest=wrong), size, WAIT_S)
         assert caught.value.place == url
 
 
@@ -159,12 +159,12 @@ def test_what_no_island_signed_is_not_believed(islands):
     served.write_bytes(good)
     fetcher = islands.fetcher()
     with pytest.raises(UserError, match="which may not sign it"):
-        fetcher.fetch_share(4, share, FAILS_S)
-    assert fetcher.received == 0
+        fetcher.fetch_shares(4, [share], FAILS_S)
+    assert fetcher.received_from("a") == 0
     islands.root = SigningKey.generate()
     served.write_bytes(islands.sign_roles(islands.keys))
     with pytest.raises(UserError, match="did not arrive"):
-        fetcher.fetch_share(4, share, FAILS_S)
+        fetcher.fetch_shares(4, [share], FAILS_S)
 
 
 def slowly(request: Request) -> None:
@@ -177,7 +177,7 @@ def slowly(request: Request) -> None:
 
 
 def test_an_island_of_which_nothing_arrives_is_named(islands, monkeypatch):
-    monkeypatch.setattr("learner_jax.islands.share_fetcher._LISTEN_EVERY_S", 0.02)
+    monkeypatch.setattr("learner_jax.islands.shares._LISTEN_EVERY_S", 0.02)
     # given a share that comes drop by drop, and one whose server does not answer
     server, silent = islands.fake("a"), islands.fake("b")
     shares = [islands.offered("a", server.url), islands.offered("b", silent.url)]
@@ -192,7 +192,7 @@ def test_an_island_of_which_nothing_arrives_is_named(islands, monkeypatch):
 
 
 def test_waits_are_reported_and_can_be_cancelled(islands, caplog, monkeypatch):
-    monkeypatch.setattr("learner_jax.islands.share_fetcher.REPORT_EVERY_S", 0.02)
+    monkeypatch.setattr("learner_jax.islands.shares.REPORT_EVERY_S", 0.02)
     server = islands.fake("b")
     share = islands.offered("b", server.url)
     server.answer("/chunks/", held_until(threading.Event()))

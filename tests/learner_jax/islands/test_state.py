@@ -20,18 +20,17 @@ import pytest
 from bridge.codecs import Kind, codec
 from bridge.flat import FlatLayout
 from learner_jax.distributed import Peers
-from learner_jax.island_link import IslandLink
 from learner_jax.islands.exchange import Exchange, Settled
 from learner_jax.islands.island import Island
 from learner_jax.islands.joining import Behind
-from learner_jax.islands.outer import OuterSpec, OuterState, outer_update, weighted_mean
-from learner_jax.learner_run import LearnerRun
+from learner_jax.islands.state import OuterState, outer_update, weighted_mean
+from learner_jax.learner_run import IslandLink, LearnerRun
 from learner_jax.leaves import HostLeaves, leaf_path
 from learner_jax.sharding import make_mesh
 from learner_jax.step import Programs, TrainState, build_programs
 from learner_jax.warm_start import model_config
 from runspec.core.spec.islands import island_spec
-from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.schema import Outer, RunSpec
 from tests.learner_jax.test_document_runs import document_spec
 from verify.formats.islands import CommitRecord, Contribution, Dropped
 
@@ -56,7 +55,7 @@ class FakeCoordinator:
     plan: Plan
     size: int
     kind: Kind
-    optimizer: OuterSpec
+    optimizer: Outer
     shares: dict[tuple[str, int], bytes] = field(default_factory=dict)
     bases: dict[int, str] = field(default_factory=dict)
     results: dict[int, str] = field(default_factory=dict)
@@ -99,16 +98,6 @@ class FakeExchange:
     """Steps whose shares the others have removed."""
     offers: list[int] = field(default_factory=list)
 
-    @property
-    def joining(self) -> FakeExchange:
-        """It stands for `Joining` too."""
-        return self
-
-    @property
-    def connection(self) -> FakeExchange:
-        """It stands for `Connection` too."""
-        return self
-
     def misfit(self, version: int, outer: OuterState, *, offered: bool) -> str:
         return ""
 
@@ -121,7 +110,7 @@ class FakeExchange:
     def can_follow(self, version: int) -> bool:
         return True
 
-    def fetch(self) -> tuple[int, OuterState]:
+    def fetch_outer(self) -> tuple[int, OuterState]:
         """The state of version 0, or the newest for an island that comes late."""
         stored = self.coordinator.stored
         with self.coordinator.changed:
@@ -129,13 +118,13 @@ class FakeExchange:
         version = max(stored) if self.comes_late else 0
         return version, stored[version]
 
-    def record(self, step: int) -> CommitRecord | None:
+    def left_out(self, step: int) -> bool:
         mode = self.coordinator.plan[self.island, step]
         if mode == "away":
-            return self.coordinator.committed(step)
+            self.coordinator.committed(step)
         # A late island begins before the record is there, and finds it when it starts again.
-        again = mode == "counts" or self.coordinator.ended
-        return self.coordinator.record(step) if again else None
+        late = mode == "late" and self.coordinator.ended
+        return mode == "away" or (late and self.coordinator.record(step) is not None)
 
     def offered(self) -> None:
         """An offer is with the coordinator as soon as it is made."""
@@ -148,9 +137,6 @@ class FakeExchange:
             # a share that is made again is the same
             assert self.coordinator.shares.setdefault((self.island, step), data) == data
             self.coordinator.changed.notify_all()
-
-    def settle(self, step: int) -> None:
-        pass
 
     def settled(self, step: int, outer: OuterState) -> Settled:
         if step in self.behind:
@@ -300,7 +286,7 @@ def assert_same_state(found: TrainState, expected: TrainState) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_dropped_all_hold_the_same_and_replays_give_the_same_bits(overlap, seed):
     # given islands whose shares are dropped at random, late or while they are away
-    world = World(overlap, "int8", planned(overlap, seed))
+    world = World(overlap, "sparse", planned(overlap, seed))
     ended = together(world)
     # then all hold the same outer state, and what was reported for each step
     arrays = {name: island.arrays() for name, (_, _, _, island) in ended.items()}
@@ -331,7 +317,7 @@ def test_whatever_is_dropped_all_hold_the_same_and_replays_give_the_same_bits(ov
 def test_a_dropped_island_goes_on_from_the_commit_with_zero_moments(overlap):
     plan = {(name, step): "counts" for name in NAMES for step in range(STEPS)}
     plan |= {("b", 3): "late"} | ({("b", 4): "late"} if overlap else {})
-    world = World(overlap, "int8", plan)
+    world = World(overlap, "sparse", plan)
     made = together(world)["b"][0]
     rejoined = 4 + overlap
     state, arrays = made[rejoined]

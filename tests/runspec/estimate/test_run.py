@@ -256,8 +256,7 @@ def test_a_smaller_codec_sends_fewer_bytes():
     n = elements()
     for kind, size in (
         ("float32", 4 * n),
-        ("int8", n + 4 * -(-n // 256)),
-        ("int4", 64 * -(-n // 128) + 4 * -(-n // 128)),
+        ("float16", 2 * n + 4 * -(-n // 1024)),
         ("sparse", 132 * -(-n // 4096)),
     ):
         _, islands = of_islands(count=2, codec={"kind": kind})

@@ -177,7 +177,7 @@ def with_b(record: CommitRecord) -> CommitRecord:
         (without_c, "commit"),
         (lambda record: replace(record, previous=digest("other")), "commit chain"),
         (lambda record: replace(record, base=digest("other")), "contribution"),
-        (lambda record: replace(record, codec="int8"), "commit"),
+        (lambda record: replace(record, codec="sparse"), "commit"),
         (lambda record: replace(record, ledger_chain=digest("other")), "anchor"),
     ],
 )
@@ -212,7 +212,7 @@ def test_a_second_record_of_a_step_and_a_row_that_was_not_signed_are_found(run: 
     (found,) = (f for f in run.audit().findings if "a second record of step 1" in f.found)
     assert (found.row, found.what) == (last + 1, "commit")
     made = run.first("OfferReceived")
-    run.change(last, lambda fields: fields["record"].update(codec="int8"))
+    run.change(last, lambda fields: fields["record"].update(codec="sparse"))
     run.change(made, lambda fields: fields["offer"].update(weight=7.0))
     assert {(last, "commit"), (made, "offer")} <= run.found()
 

@@ -38,6 +38,7 @@ from runspec.core.spec.schema.learner import (
     Learner,
     Lora,
     Mesh,
+    Outer,
     Packing,
     Remat,
 )

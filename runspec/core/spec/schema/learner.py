@@ -107,10 +107,9 @@ class Lora(Block):
 class ShareCodec(Block):
     """How an island's share of a step is written for the others."""
 
-    kind: Literal["float32", "float16", "int8", "int4", "sparse"] = "float16"
-    """`float16`, `int8` and `int4` round in blocks, each block with its own scale. `sparse` sends
-    the largest elements of each block. What `int8`, `int4` and `sparse` leave out is added to the
-    next share."""
+    kind: Literal["float32", "float16", "sparse"] = "float16"
+    """`float16` rounds in blocks, each block with its own scale. `sparse` sends the largest
+    elements of each block and adds what it leaves out to the next share."""
 
 
 class Outer(Block):

@@ -22,29 +22,26 @@ from typing import Any
 
 from learner_jax.compile_cache import CompileCounter
 from learner_jax.distributed import Peers, Word, mesh_devices
-from learner_jax.execution import full_float32
-from learner_jax.fingerprint import fingerprint
 from learner_jax.full_states import Start, StateWriter, find_start
-from learner_jax.island_link import IslandLink
-from learner_jax.islands.join import join
+from learner_jax.islands.island import Alone, Island, join
 from learner_jax.islands.joining import Behind, Stopped
-from learner_jax.islands.member import Member
-from learner_jax.learner_run import LearnerRun
+from learner_jax.learner_run import IslandLink, LearnerRun
 from learner_jax.metrics import Clock
-from learner_jax.recipes import Recipe, Said, Times, recipe_of
+from learner_jax.recipes import Recipe, recipe_of
+from learner_jax.report import Times
 from learner_jax.saver import Saver
-from learner_jax.sharding import make_mesh
+from learner_jax.sharding import full_float32, make_mesh
 from learner_jax.step import Programs, build_programs
-from learner_jax.versions import VersionWriter, build_probe
+from learner_jax.training import compile_ahead
+from learner_jax.versions import VersionWriter, build_probe, fingerprint
 from runspec.core.errors import UserError
 from runspec.core.metrics import serve_metrics
-from runspec.core.models.config import CONFIG_NAME, ModelConfig, read_config
+from runspec.core.models.config import CONFIG_NAME, read_config
 from runspec.core.models.family import parse_config
 from runspec.core.process import not_retried
 from runspec.core.run_files import initial_model
 from runspec.core.spec.islands import island_spec
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.schema import RunSpec
 
 
 def train(
@@ -104,7 +101,7 @@ class _Loop:
         programs: Programs,
         recipe: Recipe,
         start: Start,
-        island: Member,
+        island: Island | Alone,
         saver: Saver,
     ) -> None:
         self._run, self._programs, self._recipe = run, programs, recipe
@@ -129,7 +126,8 @@ class _Loop:
             self._states.clear()
             self.save()
         if left:
-            recipe.compile(self._state, start, self._published)
+            scored = start.reference if self._published is None else self._published
+            compile_ahead(run.mesh, programs, self._state, scored, start.base)
             run.log.info("%s", compiled)
         self._clock = Clock()
 
@@ -141,7 +139,12 @@ class _Loop:
         """
         batch = result = weight = None
         if not self._island.sits_out(self.step):
-            batch = self._next()
+            try:
+                batch = self._recipe.feed.next(self.step, self._clock.waited)
+            except UserError:
+                if self._run.peers.agreed is Word.FAILED:  # what is saved is not trained again
+                    self.save()
+                raise
             if batch is None:
                 return False
             weight = self._recipe.weight(batch)
@@ -162,8 +165,14 @@ class _Loop:
             self.version = self._island.version
             self._publish()
         if result is not None:
-            said = Said(self._versions.difference, self._island.last)
-            self._recipe.record(batch, result, Times(*self._clock.take()), said)
+            times = Times(*self._clock.take())
+            if self._recipe.records is not None:
+                self._recipe.records.write(
+                    *(batch, result, times),
+                    replay_difference=self._versions.difference,
+                    islands=self._island.last,
+                    held_out_nll=self._recipe.held_out_nll,
+                )
         if self.step % self._run.spec.checkpoints.every == 0:
             self.save()
         self._clock.trained()  # writing is work too: nobody was waited for
@@ -181,14 +190,6 @@ class _Loop:
         self._publish()
         self._states.clear()
         self.save()
-
-    def _next(self) -> Any | None:
-        try:
-            return self._recipe.next(self.step, self._clock.waited)
-        except UserError:
-            if self._run.peers.agreed is Word.FAILED:  # what is saved now need not be trained again
-                self.save()
-            raise
 
     def _end_step(self, weight: float | None) -> bool:
         """Give the others this island's share; return whether to go on."""
@@ -219,19 +220,15 @@ def _open(
     run_dir: Path, peers: Peers, link: IslandLink | None, log: logging.Logger
 ) -> tuple[LearnerRun, Programs]:
     """The run on its mesh, and its programs, not compiled yet."""
-    spec, config = _of_run(run_dir, peers)
+    model_dir = initial_model(run_dir)
+    # The config is the one that process 0 has.
+    data = peers.from_first(not_retried()(lambda: json.dumps(read_config(model_dir)).encode()))
+    with not_retried():
+        spec = load_resolved(run_dir)
+        config = parse_config(json.loads(data), place=str(model_dir / CONFIG_NAME))
     own = spec if link is None else island_spec(spec, link.name)
     full_float32(own.learner.compute_dtype)
     mesh = make_mesh(own.learner.mesh, mesh_devices(peers.count, own.learner.mesh.devices))
     programs = build_programs(own, config, mesh, island=link is not None)
     here = peers.json_from_first(lambda: fingerprint(own, mesh))
     return LearnerRun(run_dir, spec, config, mesh, here, peers, log, link), programs
-
-
-def _of_run(run_dir: Path, peers: Peers) -> tuple[RunSpec, ModelConfig]:
-    """The run's spec, and the config of its model as process 0 has it."""
-    model_dir = initial_model(run_dir)
-    config = peers.from_first(not_retried()(lambda: json.dumps(read_config(model_dir)).encode()))
-    with not_retried():
-        spec = load_resolved(run_dir)
-        return spec, parse_config(json.loads(config), place=str(model_dir / CONFIG_NAME))
