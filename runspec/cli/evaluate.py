@@ -97,7 +97,7 @@ def evaluate_command(
         if not names:
             raise UserError("no evaluation", place=suite or what, remedy="give it `evaluations`")
         found = _evaluated(spec, weights, names, Path(folder), overlap=overlap)
-    _print(found, as_json=as_json)
+    print_results(found, as_json=as_json)
     return 0
 
 
@@ -167,7 +167,7 @@ def _evaluated(
     return found
 
 
-def _print(found: Mapping[str, Any], *, as_json: bool) -> None:
+def print_results(found: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, indent=1))
         return
@@ -263,7 +263,7 @@ def evaluate_with_command(
         wall_s = round(time.monotonic() - begun, 3)
         measured = adapter.measured(out)
     results = {name: asdict(each) | {"wall_s": wall_s} for name, each in measured.items()}
-    _print(results, as_json=as_json)
+    print_results(results, as_json=as_json)
     return 0
 
 

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from bridge.published import require_published
 from learner_jax.corpus.documents import Counts, read_documents
+from runspec.cli.evaluate import print_results
 from runspec.cli.join import progress_line
 from runspec.core import rows as row_files
 from runspec.core.canonical import MAX_DEPTH, MalformedJson, canonical_json, parse_object
@@ -383,3 +384,14 @@ def test_lint_shows_no_value_of_the_environment(tmp_path: Path, secret: str) -> 
     found = check_spec(SpecFiles(path), environ={"TOKEN": secret}).findings
     shown = "".join(f"{each.message} {each.suggestion}" for each in found)
     assert "${TOKEN}" in shown and secret[:8] not in shown and secret[-5:] not in shown
+
+
+def test_a_problem_that_overlaps_is_named_in_one_printable_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "\x1b]0;title\x07\n\u202e" + BRACKETS
+    found = {"figures": {}, "count": 1, "faults": 0}
+    found["overlap"] = [{"problem_id": name, "trained": name, "exact": True}]
+    print_results({"suite": found}, as_json=False)
+    (line,) = (each for each in capsys.readouterr().out.split("\n") if "the same words" in each)
+    assert line.isprintable() and BRACKETS in line
