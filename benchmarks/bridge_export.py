@@ -37,8 +37,7 @@ from bridge.model_files import MODEL_FOLDER
 from bridge.orbax_io import write_leaf, write_metadata
 from bridge.tensors import dtype_named
 from bridge.weight_map import Entry, weight_map
-from runspec.core.models.family import parse_config
-from runspec.core.models.spec_model import named_model
+from runspec.core.models.family import named_model, parse_config
 
 MODEL = "Qwen/Qwen3-4B"
 BOUND_TENSORS, BOUND_BYTES = 2.5, 300e6

@@ -40,8 +40,7 @@ from bridge.delta.files import open_delta, overwrite_file
 from bridge.delta.layout import read_layout, read_records
 from bridge.safetensors_io import SINGLE_NAME, TENSORS_NAME, write_safetensors
 from bridge.weight_map import hf_shapes
-from runspec.core.canonical import canonical_json
-from runspec.core.hashing import digest_bytes
+from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.models.family import parse_config
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -39,7 +39,7 @@ from bridge.conversion import export_checkpoint
 from bridge.delta import write_delta
 from learner_jax.checkpoint import save_params
 from learner_jax.model import abstract_params
-from runspec.core.hashing import digest_file
+from runspec.core.canonical import digest_file
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import parse_config
 from runspec.core.run_files import PARAMS_NAME

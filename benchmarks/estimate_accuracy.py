@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.runs import ROOT
 from learner_jax.aot_command import parse_topology, prepare_environment, topology_devices
-from runspec.core.models.spec_model import model_config
+from runspec.core.models.family import model_config
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.learner import learner_memory

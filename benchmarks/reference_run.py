@@ -21,9 +21,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from runspec.core.models.flops import forward_flops, step_flops
+from runspec.core.models.family import model_config
 from runspec.core.models.hardware import DEVICES
-from runspec.core.models.spec_model import model_config
+from runspec.core.models.parameters import forward_flops, step_flops
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.assumed import Assumed

@@ -31,7 +31,7 @@ from benchmarks.null.judging import ANOTHERS_TABLE, FEW, GRANTED, Forgers, chunk
 from benchmarks.null.models import Model, pretrained, text_model
 from benchmarks.null.summary import explained, summary
 from benchmarks.null.text_model import Size, read_text
-from runspec.core.hashing import hash_parts
+from runspec.core.canonical import hash_parts
 from verify.thresholds import BFLOAT16, NULL_BITS, RICH_BITS
 from verify.toploc.statistics import GRANTED_CELLS, RADII
 

@@ -51,7 +51,7 @@ from learner_jax.prefill import load_policy as load_jax
 from learner_jax.prefill import prefill as prefill_jax
 from learner_jax.sharding import make_mesh
 from runspec.core.models.family import load_config
-from runspec.core.models.flops import matrix_parameters
+from runspec.core.models.parameters import matrix_parameters
 from runspec.core.spec import schema
 from sampler.engine.engine import Engine
 from sampler.prefill.engine import load_policy as load_torch

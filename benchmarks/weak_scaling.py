@@ -31,10 +31,9 @@ from learner_jax.aot_command import (
     topology_devices,
 )
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.family import parse_config
+from runspec.core.models.family import model_names, named_model, parse_config
 from runspec.core.models.hardware import DEVICES
-from runspec.core.models.memory import device_positions, logits_chunk
-from runspec.core.models.spec_model import model_names, named_model
+from runspec.core.models.parameters import device_positions, logits_chunk
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 def _publish(arguments: argparse.Namespace, log: logging.Logger) -> None:
     from bridge.publisher import Publisher, publish_versions
     from runspec.core.metrics import serve_metrics
-    from runspec.core.spec.resolved import load_resolved
+    from runspec.core.spec.load import load_resolved
 
     publisher = Publisher(arguments.run_dir, load_resolved(arguments.run_dir), log)
     serve_metrics(arguments.metrics, publisher.figures, log)
@@ -107,7 +107,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    from bridge.published import check_signed
+    from bridge.model_files import check_signed
 
     found = check_signed(arguments.hf_dir, run=arguments.run, root_public_key=arguments.public_key)
     print(f"version {found.version} of {found.run}, as it was published: {found.model_digest}")

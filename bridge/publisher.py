@@ -28,7 +28,6 @@ from broadcast.manifest import WeightsManifest, open_manifest
 from broadcast.store import DELTA_NAME, prune, publish, refresh_latest
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers
-from runspec.core.keys import SigningKey
 from runspec.core.latest import RESIGN_EVERY_S
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.run_files import (
@@ -40,7 +39,7 @@ from runspec.core.run_files import (
     versions_in,
     weights_folder,
 )
-from runspec.core.signed import BadSignature
+from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec.schema import RunSpec
 
 POLL_S = 0.03

@@ -173,8 +173,8 @@ def _publish(arguments: argparse.Namespace, log: logging.Logger) -> None:
     from broadcast.layout import roles_name
     from broadcast.store import publish
     from runspec.core.files import read_bounded
-    from runspec.core.keys import SigningKey
     from runspec.core.roles import MAX_BYTES
+    from runspec.core.signed import SigningKey
 
     if arguments.delta_only and arguments.base is None:
         raise UserError("--delta-only needs --base: without one there is no delta")
@@ -271,8 +271,8 @@ def _server_options(arguments: argparse.Namespace) -> ServerOptions:
 
 def _public_key(text: str) -> str:
     """Return a public key: `text` itself (64 hexadecimal characters), or the contents of a file."""
+    from runspec.core.canonical import is_digest
     from runspec.core.files import read_bounded
-    from runspec.core.hashing import is_digest
 
     if is_digest(text):
         return text

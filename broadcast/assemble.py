@@ -20,11 +20,10 @@ from typing import Any
 from broadcast.cache import Cache
 from broadcast.disk import Cancellation, allocated, copy_file
 from broadcast.manifest import FILE_NAME, MAX_BYTES, Chunk, ObjectInfo, WeightsManifest
-from runspec.core.canonical import canonical_json
-from runspec.core.distribution import install_command
+from runspec.core.canonical import canonical_json, digest_bytes
+from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.hashing import digest_bytes
 
 ApplyDeltas = Callable[[Path, Sequence[Path], Mapping[str, Mapping[str, Any]]], None]
 """(directory, deltas, tensors): see `bridge.delta.apply_deltas`."""

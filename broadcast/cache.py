@@ -21,9 +21,9 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 from broadcast.manifest import FILE_NAME, MAX_BYTES, WeightsManifest, open_manifest
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import open_lock, read_bounded
-from runspec.core.hashing import digest_bytes
 from runspec.core.signed import BadSignature
 
 PARTIAL = ".partial-"

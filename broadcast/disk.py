@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 from blake3 import blake3
 
 from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import temporary_name
-from runspec.core.hashing import digest_bytes
 
 T = TypeVar("T")
 Identity = tuple[int, int, int]

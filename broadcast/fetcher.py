@@ -31,9 +31,9 @@ from broadcast.transport import (
 from broadcast.upstreams import SLOW_AFTER_S, Requester, Upstream, Wanted, pause_after
 from runspec.core import latest as latest_format
 from runspec.core import roles as roles_format
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.hashing import digest_bytes
 from runspec.core.latest import Latest, open_latest
 from runspec.core.roles import Roles, Signers, issued_at, open_roles
 from runspec.core.signed import CLOCK_SKEW_S, BadSignature, open_document

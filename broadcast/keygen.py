@@ -11,9 +11,8 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.keys import SigningKey
 from runspec.core.roles import KIND, MAX_BYTES, Signers, issued_at, open_roles, sign_roles
-from runspec.core.signed import BadSignature, open_document
+from runspec.core.signed import BadSignature, SigningKey, open_document
 
 VALID_S = 365 * 86400.0
 _ROOT, _ROLES = "root.key", "roles.json"

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from broadcast.layout import is_run, is_version
+from runspec.core.canonical import is_digest
 from runspec.core.files import read_bounded
-from runspec.core.hashing import is_digest
-from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, open_document, sign_document
+from runspec.core.signed import BadSignature, SigningKey, open_document, sign_document
 
 KIND = "weights"
 FILE_NAME = "manifest.json"

@@ -15,9 +15,9 @@ from broadcast import layout
 from broadcast.delta_chains import versions_to_keep, with_bases
 from broadcast.disk import Identity, Pins, ProvenChunks, identity, owners
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
+from runspec.core.canonical import is_digest
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers, temporary_name, write_atomic
-from runspec.core.hashing import is_digest
 from runspec.core.signed import BadSignature
 
 MANIFESTS_EVERY_S = 1.0

@@ -32,9 +32,9 @@ from broadcast.answers import IMMUTABLE, REVALIDATE, FileAnswers, Kind, ServedRu
 from broadcast.layout import RUN
 from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest
 from broadcast.metrics import CONTENT_TYPE, Metrics
+from runspec.core.canonical import digest_bytes
 from runspec.core.connection_limits import ConnectionLimits, connection_of, possible_connections
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes
 from runspec.core.http_server import serving, until
 from runspec.core.process import stop_event_of_loop
 

@@ -31,12 +31,10 @@ from broadcast.manifest import (
 )
 from broadcast.relay_store import RelayStore
 from runspec.core import latest as latest_format
-from runspec.core.canonical import MalformedJson
+from runspec.core.canonical import MalformedJson, digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, read_object, remove_leftovers, write_atomic
-from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, open_document
+from runspec.core.signed import BadSignature, SigningKey, open_document
 
 CHUNK_BYTES = 16 * 1024 * 1024
 TENSORS_NAME = "tensors.json"

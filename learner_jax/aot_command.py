@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runspec.core.distribution import install_command
+from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Learner
 
@@ -27,12 +27,10 @@ from collections.abc import Sequence
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.files import read_bounded
 from runspec.core.models.config import CONFIG_NAME, ModelConfig
-from runspec.core.models.family import parse_config
+from runspec.core.models.family import model_config, model_names, parse_config
 from runspec.core.models.hardware import DEVICES, device_of
-from runspec.core.models.spec_model import model_config, model_names
 from runspec.core.run_files import initial_model
-from runspec.core.spec.load import SpecFiles, load_layers
-from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.load import SpecFiles, load_layers, load_resolved
 from runspec.core.spec.schema import RunSpec
 
 TPU = "tpu-"

@@ -21,10 +21,9 @@ import numpy as np
 from learner_jax.advantage import group_advantages
 from learner_jax.manifests import REMEDY as _REMEDY
 from learner_jax.manifests import ManifestReader, manifest_digest, own_share
-from runspec.core.canonical import parse_object
+from runspec.core.canonical import digest_bytes, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.hashing import digest_bytes
 from runspec.core.run_files import SubmissionFiles, submission_files
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec

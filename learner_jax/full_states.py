@@ -26,10 +26,9 @@ from learner_jax.manifests import ManifestReader, manifest_digest
 from learner_jax.saver import Finish, Saver
 from learner_jax.step import Programs, TrainState
 from learner_jax.versions import VersionWriter, differences
-from runspec.core.canonical import canonical_json
+from runspec.core.canonical import canonical_json, digest_bytes, digest_file
 from runspec.core.errors import UserError
 from runspec.core.files import temporary_name, write_atomic
-from runspec.core.hashing import digest_bytes, digest_file
 from runspec.core.object_store import Folder
 from runspec.core.run_files import (
     clear_unfinished,

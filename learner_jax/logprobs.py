@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from learner_jax.sharding import constrain, mesh_axes, wide_dtype
-from runspec.core.models.memory import KEPT_LOGITS, chunk_tokens
+from runspec.core.models.parameters import KEPT_LOGITS, chunk_tokens
 
 Level = Literal["logsumexp", "max_logit"]
 """A number that says how large the logits of a position are."""
@@ -62,7 +62,7 @@ def token_logprobs(
         temperature: of sampling.
         mesh: over which rows, positions and vocabulary are cut, as `parameters.MESH_AXES` says.
         chunk: positions of a device at a time; by default those of
-            `runspec.core.models.memory.chunk_tokens`.
+            `runspec.core.models.parameters.chunk_tokens`.
         level: `logsumexp` or `max_logit` of a position's logits, in place of the entropy.
 
     Returns:

@@ -12,10 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar, cast
 
-from runspec.core.canonical import canonical_json
+from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.hashing import digest_bytes
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.roles import Roles, open_roles
 from runspec.core.run_files import step_folder

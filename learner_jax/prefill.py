@@ -35,7 +35,7 @@ from learner_jax.packing import Data
 from learner_jax.sharding import Execution, execution, full_float32, make_mesh, shard_batch
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import load_config
-from runspec.core.models.memory import chunk_tokens, prefill_bytes
+from runspec.core.models.parameters import chunk_tokens, prefill_bytes
 from runspec.core.spec import schema
 from runspec.core.spec.schema import RunSpec
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation, by_prompt, require_fits

@@ -21,8 +21,8 @@ from learner_jax.metrics import JsonLines
 from learner_jax.optimizer import learning_rate
 from learner_jax.packing import TokenBatch
 from learner_jax.training import StepResult
-from runspec.core.models.flops import useful_flops
 from runspec.core.models.hardware import jax_device
+from runspec.core.models.parameters import useful_flops
 from runspec.core.run_files import METRICS_FILE, SAMPLES_FILE, initial_model
 
 SAMPLES_A_STEP = 2
@@ -68,7 +68,7 @@ def work_line(
 
     Args:
         result: what came of the step.
-        useful: FLOPs (`runspec.core.models.flops.useful_flops`).
+        useful: FLOPs (`runspec.core.models.parameters.useful_flops`).
         peak: FLOP/s of all devices; None where it is not known, as for CPUs. Both are null then.
         times: since the step before.
     """

@@ -36,9 +36,9 @@ from learner_jax.model import bind
 from learner_jax.packing import TokenBatch
 from learner_jax.saver import Saver
 from learner_jax.sharding import execution
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.hashing import digest_bytes
 from runspec.core.models.config import ModelConfig
 from runspec.core.process import RunStopped
 from runspec.core.run_files import versions_in, weights_folder

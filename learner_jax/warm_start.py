@@ -33,7 +33,13 @@ from learner_jax.sampling import log_accuracy, sampled_right
 from learner_jax.sharding import full_float32, make_mesh, shard_params
 from learner_jax.step import Programs, build_programs, microbatch_bound
 from learner_jax.supervised import score_rows, supervised_step
-from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.canonical import (
+    MalformedJson,
+    canonical_json,
+    digest_bytes,
+    digest_file,
+    parse_object,
+)
 from runspec.core.errors import UserError
 from runspec.core.files import (
     locked,
@@ -43,14 +49,13 @@ from runspec.core.files import (
     remove_leftovers,
     write_atomic,
 )
-from runspec.core.hashing import digest_bytes, digest_file
-from runspec.core.models import spec_model
+from runspec.core.models import family
 from runspec.core.models.config import CONFIG_NAME, ModelConfig
 from runspec.core.models.decoder import hf_config
 from runspec.core.models.parameters import parameter_count
 from runspec.core.process import RunStopped, not_retried
 from runspec.core.run_files import initial_model
-from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import Optimizer, RunSpec, Sft, WarmStart
 from runspec.core.tokenizer_files import TokenizerFiles
 from verify.plugins import Split, Trace, WarmStartData, load_warm_start_data
@@ -171,7 +176,7 @@ def model_config(spec: RunSpec) -> ModelConfig:
             place="model.shape",
             remedy="a model that has weights (`model.hf`) needs no warm start",
         )
-    config = spec_model.model_config(spec)
+    config = family.model_config(spec)
     assert config is not None, "the spec has the shape"
     return config
 

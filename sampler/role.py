@@ -11,8 +11,8 @@ from pathlib import Path
 
 from broadcast.client import WeightsClient
 from runspec.core.errors import UserError
-from runspec.core.keys import SigningKey
 from runspec.core.latest import Latest
+from runspec.core.signed import SigningKey
 from verify.client import CoordinatorClient
 
 _POLL_S = 20.0

@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 
-from runspec.core.distribution import LISTS, WHEEL
+from runspec.core.entry_points import LISTS, WHEEL
 from tests.harness import ROOT
 
 MADE = {f"dist/{WHEEL}"}

@@ -18,7 +18,7 @@ import pytest
 
 from learner_jax.corpus.tokenizer import train_tokenizer
 from runspec.cli.init import SUMS_ASKED, SUMS_SHOWN, data_files, initial_files, sums, worked
-from runspec.core.models.spec_model import named_model
+from runspec.core.models.family import named_model
 from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.validate import to_python
 from runspec.core.spec.yaml_nodes import parse_yaml

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from bridge.figures import Published
 from broadcast.metrics import Metrics
 from learner_jax.metrics import GAUGES, Rows
-from runspec.core.keys import SigningKey
+from runspec.core.signed import SigningKey
 from runspec.local.prepare import FILE_NAME
 from sampler.evaluation.evaluator import Results
 from sampler.worker.stores import Meter

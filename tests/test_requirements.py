@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from runspec.core.distribution import LISTS, NAME, PinnedList
+from runspec.core.entry_points import LISTS, NAME, PinnedList
 from tests.harness import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.core import distribution
+from runspec.core import entry_points
 from tests.volunteer import ROOT, environment_with_wheel
 
 BARE = re.compile(
@@ -20,12 +20,12 @@ TEXTS = ("*.py", "*.md", "*.yaml", "*.toml", "Makefile", "requirements/*.txt")
 
 def test_the_wheel_is_called_what_messages_say() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert distribution.NAME == project["name"] != "runspec"
+    assert entry_points.NAME == project["name"] != "runspec"
     stem = f"{project['name'].replace('-', '_')}-{project['version']}"
-    assert f"{stem}-py3-none-any.whl" == distribution.WHEEL
+    assert f"{stem}-py3-none-any.whl" == entry_points.WHEEL
     for extra in project["optional-dependencies"]:
         assert (
-            distribution.install_command(extra) == f'pip install "./{distribution.WHEEL}[{extra}]"'
+            entry_points.install_command(extra) == f'pip install "./{entry_points.WHEEL}[{extra}]"'
         )
 
 

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from runspec.core.distribution import WHEEL
+from runspec.core.entry_points import WHEEL
 
 ROOT = Path(__file__).parents[1]
 

@@ -8,7 +8,7 @@ from itertools import count
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from runspec.core.keys import SigningKey
+from runspec.core.signed import SigningKey
 
 PRIME = 2**255 - 19
 ORDER = 2**252 + 27742317777372353535851937790883648493

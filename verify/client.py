@@ -19,15 +19,13 @@ from typing import Any
 
 from blake3 import blake3
 
-from runspec.core.canonical import canonical_json, parse_object
+from runspec.core.canonical import canonical_json, digest_bytes, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import atomic_file
-from runspec.core.hashing import digest_bytes
 from runspec.core.http_client import Answer
-from runspec.core.keys import SigningKey
 from runspec.core.process import not_retried
 from runspec.core.roles import use_invite
-from runspec.core.signed import BadSignature
+from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import compare_data_digests, data_digest, file_digest
 from verify.coordinator_http import (

@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from runspec.core.canonical import is_digest
 from runspec.core.errors import UserError
 from runspec.core.files import atomic_file, read_bounded
-from runspec.core.hashing import is_digest
 from runspec.core.process import EXIT_INTERNAL
 from verify.audit.replay import audit
 from verify.formats import submission, verdict

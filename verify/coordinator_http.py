@@ -20,14 +20,18 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from runspec.core.address import is_server_url
-from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.canonical import MalformedJson, digest_bytes, hash_parts, is_digest, parse_object
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes, hash_parts, is_digest
 from runspec.core.http_client import Answer, LongAnswer, NoAnswer, Retry, Sink, fetch_now
-from runspec.core.keys import SigningKey, is_public_key, signature_is_valid
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.roles import Roles, open_roles
-from runspec.core.signed import CLOCK_SKEW_S, BadSignature
+from runspec.core.signed import (
+    CLOCK_SKEW_S,
+    BadSignature,
+    SigningKey,
+    is_public_key,
+    signature_is_valid,
+)
 
 KEY, TIME, NONCE = "Runspec-Key", "Runspec-Time", "Runspec-Nonce"
 BODY, SIGNATURE = "Runspec-Body", "Runspec-Signature"

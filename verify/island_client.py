@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from runspec.core.canonical import canonical_json, parse_object
+from runspec.core.canonical import canonical_json, is_digest, parse_object
 from runspec.core.errors import UserError
-from runspec.core.hashing import is_digest
 from runspec.core.http_client import Answer
-from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature
+from runspec.core.signed import BadSignature, SigningKey
 from verify.coordinator_http import MAX_ANSWER_BYTES, CoordinatorHttp, SubmissionRefused
 from verify.formats.batch import MAX_BYTES as MAX_BATCH_BYTES
 from verify.formats.islands import (

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runspec.core.hashing import hash_parts
+from runspec.core.canonical import hash_parts
 
 # Multipliers of the `lowbias32` finalizer (C. Wellons, "Prospecting for hash functions"), signed.
 _MULTIPLY_1 = 0x7FEB352D

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from runspec.core.distribution import install_command
+from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
 from runspec.core.process import not_retried
 from runspec.core.spec.plugins import PREFILL_GROUP

@@ -17,10 +17,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from runspec.core.errors import UserError
-from runspec.core.keys import SigningKey
 from runspec.core.roles import check_times
-from runspec.core.signed import BadSignature, open_payload, sign_document
-from runspec.core.spec.resolved import MAX_PROFILE_BYTES
+from runspec.core.signed import BadSignature, SigningKey, open_payload, sign_document
+from runspec.core.spec.load import MAX_PROFILE_BYTES
 from runspec.core.spec.schema import FloatType, RunSpec, SamplerPool
 from verify.thresholds import ChunkLimits, GapNoise, Limits, Precision, limits_for, precision_of
 

@@ -25,13 +25,12 @@ from pathlib import Path
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from runspec.core.canonical import hash_parts
 from runspec.core.errors import UserError, one_line
-from runspec.core.hashing import hash_parts
-from runspec.core.keys import SigningKey
 from runspec.core.metrics import counter, gauge, serve_metrics
 from runspec.core.models.config import read_config
 from runspec.core.process import not_retried
-from runspec.core.signed import BadSignature
+from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec.schema import RunSpec
 from verify.client import CoordinatorClient, RunFinished, WorkItem, problem_files
 from verify.coordinator_http import ContentRefused

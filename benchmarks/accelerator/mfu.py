@@ -1,7 +1,7 @@
 """MFU of the learner's update at the layer shapes of a 7-8B model, as deep as the device holds.
 
 22 bytes a parameter (master 4, moments 8, gradients 8, published 2) and `ROOM` for the rest; after
-a refusal a quarter less. MFU counts the FLOPs of `runspec.core.models.flops` over the device's
+a refusal a quarter less. MFU counts the FLOPs of `runspec.core.models.parameters` over the device's
 dense bfloat16 peak.
 """
 

@@ -34,7 +34,7 @@ from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import Accumulated, Programs, TrainState, build_programs, microbatch_bound
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import parse_config
-from runspec.core.models.flops import useful_flops
+from runspec.core.models.parameters import useful_flops
 from runspec.core.spec.schema import RunSpec
 
 

@@ -18,8 +18,8 @@ from benchmarks.attacks.engine import LONGEST, TEMPERATURE, Sampled
 from benchmarks.attacks.policies import END, PROMPT, Weights
 from learner_jax.prefill import Policy, prefill
 from learner_jax.sharding import make_mesh
-from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
+from runspec.core.canonical import digest_bytes
+from runspec.core.signed import SigningKey
 from runspec.core.spec import schema
 from runspec.core.spec.schema import RunSpec
 from verify.checks.base import Subject

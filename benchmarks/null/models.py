@@ -28,7 +28,7 @@ from benchmarks.null.text_model import (
     windows,
     with_outliers,
 )
-from runspec.core.hashing import hash_parts
+from runspec.core.canonical import hash_parts
 from verify.thresholds import BFLOAT16, FLOAT32, Limits
 
 Pair = tuple[str, np.ndarray, np.ndarray, Limits]

@@ -12,8 +12,7 @@ import torch
 
 from benchmarks.sampler_proofs import save_model
 from runspec.core.spec import schema
-from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.resolved import dump_resolved
+from runspec.core.spec.load import SpecFiles, dump_resolved
 from runspec.lint.check import check_spec
 from verify.plugins import load_warm_start_data
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from broadcast.keygen import make_keys
 from broadcast.store import publish
-from runspec.core.keys import SigningKey
+from runspec.core.signed import SigningKey
 
 RUN = "bench"
 START_S = 60.0

@@ -39,9 +39,8 @@ import numpy as np
 import zstandard
 
 from bridge.safetensors_io import listed
-from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.canonical import MalformedJson, canonical_json, is_digest, parse_object
 from runspec.core.errors import UserError
-from runspec.core.hashing import is_digest
 
 SEGMENT_ELEMENTS = 2**21
 UNCHANGED, SPARSE, FULL = range(3)

@@ -18,10 +18,9 @@ from bridge.safetensors_io import (
     read_headers,
     stored_record,
 )
-from runspec.core.canonical import MalformedJson
+from runspec.core.canonical import MalformedJson, digest_bytes, is_digest
 from runspec.core.errors import UserError
 from runspec.core.files import read_object
-from runspec.core.hashing import digest_bytes, is_digest
 
 # Linux: all pages at once. Written ones would come one a fault; read ones come by sixteen, and not
 # while Python's lock is held.

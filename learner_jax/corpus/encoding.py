@@ -14,9 +14,8 @@ from tokenizers import Tokenizer
 
 from learner_jax.corpus.documents import Counts, Document
 from learner_jax.corpus.sources import Conversation, only_parts, read_rows, spans_of
-from runspec.core.canonical import canonical_json
+from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes
 from runspec.core.spec.schema import SUPERVISED, RunSpec, Source
 from runspec.core.tokenizer_files import ASSISTANT, ChatTemplate, TokenizerFiles
 

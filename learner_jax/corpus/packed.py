@@ -22,10 +22,9 @@ import numpy as np
 from learner_jax.corpus.documents import Counts, reported
 from learner_jax.corpus.encoding import Encoder
 from learner_jax.packing import TokenBatch, first_fit
-from runspec.core.canonical import canonical_json
+from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import locked, new_directory, open_folder_lock, remove_leftovers
-from runspec.core.hashing import digest_bytes
 from runspec.core.models.family import load_config
 from runspec.core.spec.schema import RunSpec, Source
 from runspec.core.spec.source_files import file_digest, is_generated, source_files

@@ -22,8 +22,8 @@ from broadcast.store import AlreadyPublished
 from learner_jax.islands.joining import ATTEMPT_S, REJOIN, REPORT_EVERY_S, Behind, Joining, Stopped
 from learner_jax.islands.shares import BadObject, Silent
 from learner_jax.islands.state import Flat, OuterState, outer_update, weighted_mean
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes
 from verify.formats.islands import CommitRecord, ShareOffered
 from verify.island_client import Committed
 

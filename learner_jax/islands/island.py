@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from bridge.codecs import codec
-from bridge.flat import FlatLayout
+from bridge.tensors import FlatLayout
 from learner_jax.islands.exchange import Exchange, Settled
 from learner_jax.islands.joining import Behind, Stopped
 from learner_jax.islands.shares import ShareFetcher, ShareStore
@@ -29,8 +29,8 @@ from learner_jax.leaves import HostLeaves, leaf_path
 from learner_jax.step import Programs, TrainState
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.keys import SigningKey
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
+from runspec.core.signed import SigningKey
 from runspec.core.spec.schema import Islands
 from verify.island_client import IslandClient
 

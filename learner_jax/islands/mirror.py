@@ -25,15 +25,14 @@ from broadcast.client import WeightsClient
 from learner_jax.feed import Reader
 from learner_jax.learner_run import IslandLink, LearnerRun
 from learner_jax.manifests import POLL_S, StopSignal, open_manifest, own_share
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.roles import Roles, open_roles
 from runspec.core.run_files import initial_model, step_folder, submission_files
-from runspec.core.signed import BadSignature
-from runspec.core.spec.resolved import load_resolved
+from runspec.core.signed import BadSignature, SigningKey
+from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import RunSpec
 from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format

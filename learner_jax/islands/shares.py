@@ -25,11 +25,10 @@ from broadcast import layout
 from broadcast.client import WeightsClient, WrongFiles
 from broadcast.manifest import MAX_BYTES, open_manifest
 from broadcast.store import prune, publish_objects
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature
+from runspec.core.signed import BadSignature, SigningKey
 from verify.formats.islands import Contribution, StoredOuter
 
 SHARE_FILE, THETA_FILE, MOMENTUM_FILE = "share.bin", "theta.bin", "momentum.bin"

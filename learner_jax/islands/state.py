@@ -22,7 +22,7 @@ the islands, their weights w_i, the rate lr and the momentum mu:
     theta_{s+1} = theta_s - lr u
 
 Every operation is one of IEEE 754 on single elements, in a fixed order, so that islands of any
-hardware hold the same bits. Vectors are those of `bridge.flat`: float32 [n] in a run.
+hardware hold the same bits. Vectors are those of `bridge.tensors`: float32 [n] in a run.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _segments(n: int) -> Iterable[slice]:
 
 
 Flat = np.ndarray
-"""A model's weights as one float32 vector (`bridge.flat.FlatLayout`)."""
+"""A model's weights as one float32 vector (`bridge.tensors.FlatLayout`)."""
 
 
 @dataclass(frozen=True)

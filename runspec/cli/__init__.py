@@ -21,7 +21,7 @@ from typing import Annotated, Literal, get_args
 import typer
 
 from runspec.cli import machines, models
-from runspec.cli.options import (
+from runspec.cli.output import (
     RUN,
     RUNS,
     SPEC,
@@ -38,9 +38,10 @@ from runspec.cli.options import (
     TemplateName,
     Yes,
     duration,
+    exit_code_of,
     files_named,
+    outlive_readers,
 )
-from runspec.cli.output import exit_code_of, outlive_readers
 
 app = typer.Typer(
     help="Decentralised reinforcement learning of language models, declared in one YAML file.",

@@ -16,12 +16,18 @@ from rich.console import Console
 from rich.text import Text
 
 from runspec.cli.spec_files import located
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError, bad_usage
-from runspec.core.hashing import digest_bytes
 from runspec.core.signed import BadSignature
 from runspec.core.spec.findings import format_finding
-from runspec.core.spec.load import SpecFiles, load_layers
-from runspec.core.spec.resolved import FILE_NAME, dump_resolved, load_resolved, parse_resolved
+from runspec.core.spec.load import (
+    FILE_NAME,
+    SpecFiles,
+    dump_resolved,
+    load_layers,
+    load_resolved,
+    parse_resolved,
+)
 from runspec.core.spec.schema import RunSpec
 from runspec.local.planning import STARTS_ANEW, takes_any_change
 from runspec.local.run_dir import run_directory

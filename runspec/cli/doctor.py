@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runspec.cli.spec_files import located, sound_spec
-from runspec.core.distribution import LISTS, extra_of, install_command, list_command, machine_kind
+from runspec.core.entry_points import LISTS, extra_of, install_command, list_command, machine_kind
 from runspec.core.errors import UserError
 from runspec.core.spec.findings import Finding
 from runspec.core.spec.load import SpecFiles

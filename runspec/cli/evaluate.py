@@ -38,11 +38,10 @@ from runspec.cli.serve import (
 )
 from runspec.cli.spec_files import located
 from runspec.cli.view import plain_table
+from runspec.core.entry_points import KEY_VARIABLE, Asked, EvaluationTool, evaluation_tool
 from runspec.core.errors import BadUsage, UserError, one_line
-from runspec.core.evaluation_tools import KEY_VARIABLE, Asked, EvaluationTool, evaluation_tool
-from runspec.core.spec.evaluations import evaluator_pool
-from runspec.core.spec.load import SpecFiles, load_layers
-from runspec.core.spec.resolved import dump_resolved
+from runspec.core.spec.load import SpecFiles, dump_resolved, load_layers
+from runspec.core.spec.role_names import evaluator_pool
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.registry import Context
 from runspec.lint.rules.samplers import evaluation_names
@@ -81,7 +80,7 @@ def evaluate_command(
         if model.spec is None or model.manifest is None:
             base = bare_spec(weights, model.pool.max_model_len)
         else:
-            from bridge.published import require_published  # draws numpy
+            from bridge.model_files import require_published  # draws numpy
 
             require_published(weights, model.manifest)
             base = model.spec.model_dump(mode="json", by_alias=True, exclude_none=True)

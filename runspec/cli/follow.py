@@ -23,7 +23,7 @@ from runspec.cli.serve import await_end, link_files, served, serving
 from runspec.core.errors import BadUsage, UserError, one_line
 from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode
 from runspec.core.run_files import PROBE_FILE, weights_folder
-from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import StopSignals
 from runspec.local.formatting import reported
@@ -102,7 +102,7 @@ class Versions:
         Raises:
             UserError, OSError: they are not what was published, or cannot be read.
         """
-        from bridge.published import require_published  # draws numpy
+        from bridge.model_files import require_published  # draws numpy
 
         found = published_version(self._run_dir, self._spec, version)
         if _beside_weights(found.manifest) != _beside_weights(self.manifest):

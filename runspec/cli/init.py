@@ -16,12 +16,11 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from runspec.cli.options import TemplateName
+from runspec.cli.output import TemplateName
 from runspec.core.errors import UserError, bad_usage
 from runspec.core.files import expand_user, temporary_name
-from runspec.core.models.family import load_config
+from runspec.core.models.family import load_config, named_config
 from runspec.core.models.hardware import jax_device
-from runspec.core.models.spec_model import named_config
 from runspec.core.spec.field_docs import json_schema
 from runspec.core.spec.fields import NAME_WORDS, Name
 from runspec.core.spec.yaml_text import yaml_scalar

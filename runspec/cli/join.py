@@ -11,11 +11,11 @@ from typing import Any
 
 from runspec.core.address import JoinLink, parse_join_link, reachable
 from runspec.core.canonical import parse_object
-from runspec.core.distribution import install_command
+from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError, one_line
 from runspec.core.http_client import NoAnswer, fetch_now
-from runspec.core.keys import SigningKey
-from runspec.core.models.spec_model import model_config
+from runspec.core.models.family import model_config
+from runspec.core.signed import SigningKey
 from runspec.local.backend import StopSignals
 from runspec.local.formatting import per_second, reported
 from runspec.local.machine import look, module_is_installed, this_machine

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from runspec.cli.options import (
+from runspec.cli.output import (
     RUN,
     RUNS,
     File,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from runspec.cli.options import RUN, RUNS, Json, Overrides, RunsDir
+from runspec.cli.output import RUN, RUNS, Json, Overrides, RunsDir
 
 app = typer.Typer()
 

@@ -14,15 +14,14 @@ from rich.console import Console
 from rich.text import Text
 
 from runspec.cli.estimate_view import show_estimate
-from runspec.cli.options import words_of
+from runspec.cli.output import words_of
 from runspec.cli.spec_files import sound_spec
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.spec_model import model_config
+from runspec.core.models.family import model_config
 from runspec.core.spec.fields import CHANGE_CLASSES
-from runspec.core.spec.islands import island_names
-from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.resolved import spec_digest
+from runspec.core.spec.load import SpecFiles, spec_digest
+from runspec.core.spec.role_names import island_names
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import LOCAL
 from runspec.local.bundle import TRUNK_GROUP

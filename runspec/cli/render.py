@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from runspec.cli.options import words_of
+from runspec.cli.output import words_of
 from runspec.core.errors import BadUsage, UserError, bad_usage
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.spec.load import SpecFiles

@@ -20,12 +20,12 @@ from types import MappingProxyType
 from bridge.model_files import TOKENIZER_NAMES
 from broadcast.manifest import WeightsManifest
 from runspec.cli.lifecycle import run_and_version
-from runspec.core.distribution import install_command
+from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
 from runspec.core.models.family import load_config
-from runspec.core.models.memory import CPU_BLOCK_TOKENS, MAX_SEQUENCES, cpu_kv_bytes
-from runspec.core.spec.evaluations import evaluator_pool
-from runspec.core.spec.resolved import load_resolved
+from runspec.core.models.parameters import CPU_BLOCK_TOKENS, MAX_SEQUENCES, cpu_kv_bytes
+from runspec.core.spec.load import load_resolved
+from runspec.core.spec.role_names import evaluator_pool
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.local.backend import StopSignals, last_lines
 from runspec.local.machine import module_is_installed, vllm_environment
@@ -197,7 +197,7 @@ def serving(
         model, tokenizer = Path(temporary) / "model", Path(temporary) / "tokenizer"
         link_files(found.folder, model)
         if found.manifest is not None:
-            from bridge.published import require_published  # draws numpy
+            from bridge.model_files import require_published  # draws numpy
 
             require_published(model, found.manifest)
         # Beside config.json, transformers would choose a tokenizer by the model's family.

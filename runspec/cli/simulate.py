@@ -13,7 +13,7 @@ from rich.text import Text
 from runspec.cli.spec_files import sound_spec
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
-from runspec.core.models.spec_model import model_config
+from runspec.core.models.family import model_config
 from runspec.core.spec.load import SpecFiles
 from runspec.local.formatting import duration, number
 from runspec.local.machine import module_is_installed

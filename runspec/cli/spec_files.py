@@ -11,8 +11,7 @@ from typing import Literal
 from runspec.core.errors import BadUsage, UserError, bad_usage
 from runspec.core.files import expand_user
 from runspec.core.spec.findings import format_finding
-from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.resolved import with_profiles
+from runspec.core.spec.load import SpecFiles, with_profiles
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import whole_uri
 from runspec.lint.check import check_spec

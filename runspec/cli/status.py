@@ -18,11 +18,11 @@ from broadcast.layout import manifest_name
 from broadcast.manifest import MAX_BYTES
 from runspec.cli.logs import event_line
 from runspec.cli.view import clock, latency_line, left_text, plain_table, role_table, step_line
+from runspec.core.canonical import digest_bytes
 from runspec.core.files import read_bounded
-from runspec.core.hashing import digest_bytes
-from runspec.core.spec.resolved import spec_digest
+from runspec.core.spec.load import spec_digest
 from runspec.core.spec.schema import RunSpec
-from runspec.estimate.price import hourly_price
+from runspec.estimate.inputs import hourly_price
 from runspec.local.endpoints import run_link
 from runspec.local.evaluations import newest, result_line, summarise_evaluations
 from runspec.local.formatting import (

@@ -19,13 +19,11 @@ from rich.table import Table
 
 from runspec.cli.view import plain_table
 from runspec.core.address import parse_join_link
-from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.canonical import MalformedJson, canonical_json, is_digest, parse_object
 from runspec.core.errors import UserError, one_line
-from runspec.core.hashing import is_digest
-from runspec.core.keys import SigningKey
 from runspec.core.roles import invite_key, make_invite
-from runspec.core.signed import BadSignature
-from runspec.core.spec.resolved import load_resolved
+from runspec.core.signed import BadSignature, SigningKey
+from runspec.core.spec.load import load_resolved
 from runspec.local.endpoints import load_endpoints, run_link
 from runspec.local.formatting import reported
 from runspec.local.identity import load_roles

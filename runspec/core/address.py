@@ -14,8 +14,8 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, quote, urlsplit
 
+from runspec.core.canonical import is_digest
 from runspec.core.errors import UserError
-from runspec.core.hashing import is_digest
 
 if TYPE_CHECKING:
     from runspec.core.spec.schema import RunSpec

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 
 from pydantic import TypeAdapter
 
-from runspec.core.keys import SigningKey
 from runspec.core.roles import check_times
 from runspec.core.signed import (
     STRICT,
     BadSignature,
     Digest,
     Natural,
+    SigningKey,
     Time,
     open_payload,
     sign_document,

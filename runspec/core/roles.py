@@ -22,17 +22,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.canonical import MalformedJson, is_digest, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.hashing import is_digest
-from runspec.core.keys import SigningKey, is_public_key
 from runspec.core.signed import (
     CLOCK_SKEW_S,
     STRICT,
     BadSignature,
     PublicKey,
+    SigningKey,
     Time,
+    is_public_key,
     open_document,
     open_payload,
     sign_document,

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runspec.core.canonical import parse_object
+from runspec.core.canonical import digest_file, parse_object
 from runspec.core.files import read_bounded, remove_leftovers
-from runspec.core.hashing import digest_file
 from runspec.core.object_store import Folder, ObjectPath, folder_at, last_file
 from runspec.core.spec.schema import RunSpec
 

@@ -1,13 +1,14 @@
-"""Figures that the estimate of a run uses, each with its source."""
+"""Figures that the estimate of a run uses, each with its source, and what its hardware costs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.hardware import device_of
-from runspec.core.models.memory import MEMORY_UTILIZATION
-from runspec.core.spec.islands import members
+from runspec.core.models.hardware import device_count, device_of
+from runspec.core.models.parameters import MEMORY_UTILIZATION
+from runspec.core.spec.role_names import island_names, island_role, island_spec, members
 from runspec.core.spec.schema import Hardware, RunSpec, SamplerPool
 from runspec.estimate import assumed
 from runspec.estimate.assumed import Assumed
@@ -125,3 +126,59 @@ def _links(spec: RunSpec) -> Iterator[Assumed]:
     for path, rate in links.items():
         if rate is not None:
             yield Assumed("link", rate, "bits/s", path)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost in the currency of `price_per_hour`."""
+
+    per_hour: float
+    by_role: dict[str, float]
+    """Cost an hour of `learner`, islands, the pools by name, and `validators`; only those with a
+    price."""
+    run: float | None
+    """Cost of all steps; None if their time is unknown."""
+
+
+def hourly_price(spec: RunSpec) -> float | None:
+    """Return the sum of devices times `price_per_hour`: learner, islands, pools x replicas,
+    validators.
+
+    Hardware without a price costs nothing. Hardware without a count has one device. None if nothing
+    has a price.
+    """
+    prices = hourly_prices(spec)
+    return sum(prices.values()) if prices else None
+
+
+def hourly_prices(spec: RunSpec) -> dict[str, float]:
+    """Return `hourly_price` by role: `learner`, island-<name>, the pools by name, `validators`."""
+    prices = {"learner": _price(spec.learner.hardware, 1, spec.learner.mesh.slices)}
+    for name in island_names(spec)[1:]:
+        own = island_spec(spec, name).learner
+        prices[island_role(name)] = _price(own.hardware, 1, own.mesh.slices)
+    for pool in spec.samplers:
+        prices[pool.name] = _price(pool.hardware, pool.replicas)
+    if spec.verify.hardware is not None:
+        prices["validators"] = _price(spec.verify.hardware, spec.verify.validators)
+    return {role: price for role, price in prices.items() if price is not None}
+
+
+def cost(spec: RunSpec, run_s: float | None) -> Cost | None:
+    """Return the cost of an hour and of the whole run; None if nothing has a price.
+
+    Args:
+        spec: names hardware, prices, replicas.
+        run_s: seconds of all steps, if known.
+    """
+    per_hour = hourly_price(spec)
+    if per_hour is None:
+        return None
+    run = None if run_s is None else per_hour * run_s / 3600
+    return Cost(per_hour, hourly_prices(spec), run)
+
+
+def _price(hardware: Hardware, processes: int, slices: int = 1) -> float | None:
+    if hardware.price_per_hour is None:
+        return None
+    return hardware.price_per_hour * (device_count(hardware, slices) or 1) * processes

@@ -33,11 +33,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.memory import KEPT_LOGITS, device_positions, held_weights, logits_chunk
 from runspec.core.models.parameters import (
+    KEPT_LOGITS,
     WIDTH,
     Tree,
+    device_positions,
+    held_weights,
     leaves,
+    logits_chunk,
     parameters,
     shard_elements,
     trained_parameters,

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from urllib.parse import quote
 
-from runspec.core import distribution
+from runspec.core import entry_points
 from runspec.core.spec.findings import SET_FILE, Edit, Finding, excerpt, finite, from_here, measured
 from runspec.lint.check import CheckedFiles
 from runspec.lint.registry import RULES, Rule
@@ -185,7 +185,7 @@ def _sarif(checked: CheckedFiles) -> str:
 def _driver() -> Json:
     driver: Json = {"name": "runspec", "rules": [_rule(rule) for rule in RULES.values()]}
     with suppress(PackageNotFoundError):  # the package need not be installed
-        driver["version"] = version(distribution.NAME)
+        driver["version"] = version(entry_points.NAME)
     return driver
 
 

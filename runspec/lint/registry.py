@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Literal
 
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.spec_model import model_config
+from runspec.core.models.family import model_config
 from runspec.core.spec.findings import Number, Severity
-from runspec.core.spec.islands import island_spec, members
 from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.role_names import island_spec, members
 from runspec.core.spec.schema import IslandMember, RunSpec
 from runspec.lint.tokenizer_files import TokenizerFiles
 

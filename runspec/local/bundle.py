@@ -18,14 +18,13 @@ from pathlib import Path
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, require_writable, write_atomic
-from runspec.core.keys import SigningKey
 from runspec.core.roles import OWN_WORKERS_FILE, open_roles, read_own_workers
-from runspec.core.signed import BadSignature
+from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec import role_names
-from runspec.core.spec.islands import island_names
-from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
-from runspec.core.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
-from runspec.core.spec.resolved import dump_resolved, load_resolved, parse_resolved
+from runspec.core.spec.load import FILE_NAME as SPEC_FILE
+from runspec.core.spec.load import MAX_BYTES as MAX_SPEC_BYTES
+from runspec.core.spec.load import dump_resolved, load_resolved, parse_resolved
+from runspec.core.spec.role_names import island_names
 from runspec.core.spec.schema import RunSpec
 from runspec.local.formatting import reported
 from runspec.local.identity import Identity

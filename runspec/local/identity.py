@@ -11,7 +11,6 @@ from pathlib import Path
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.keys import SigningKey
 from runspec.core.roles import (
     MAX_BYTES,
     OWN_WORKERS_FILE,
@@ -20,9 +19,9 @@ from runspec.core.roles import (
     read_own_workers,
     sign_roles,
 )
-from runspec.core.signed import BadSignature
+from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec import role_names
-from runspec.core.spec.islands import island_names
+from runspec.core.spec.role_names import island_names
 from runspec.core.spec.schema import RunSpec
 from runspec.local.formatting import reported
 

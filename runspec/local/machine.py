@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from runspec.core.distribution import Kind
+from runspec.core.entry_points import Kind
 from runspec.core.files import expand_user
 from runspec.core.models.hardware import device_count, xla_threads
 from runspec.core.spec import role_names
-from runspec.core.spec.evaluations import evaluator_pool
-from runspec.core.spec.islands import island_spec
 from runspec.core.spec.plugins import PREFILL_GROUP, installed_kinds
+from runspec.core.spec.role_names import evaluator_pool, island_spec
 from runspec.core.spec.schema import Hardware, Model, RunSpec
 from runspec.lock.cache import Repository, is_repository, snapshot
 

@@ -16,10 +16,9 @@ from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import FILE_NAME, MAX_BYTES, WeightsManifest, open_manifest
 from broadcast.store import TENSORS_NAME
 from runspec.core import run_files
-from runspec.core.canonical import MalformedJson
+from runspec.core.canonical import MalformedJson, digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import new_directory, read_bounded
-from runspec.core.hashing import digest_bytes
 from runspec.core.models.family import load_config
 from runspec.core.object_store import Folder
 from runspec.core.signed import BadSignature
@@ -201,7 +200,7 @@ def export_version(run_dir: Path, spec: RunSpec, version: int | None, out: Path)
     Raises:
         UserError: the version is not here or damaged, or `out` exists or cannot be written.
     """
-    from bridge.published import CARD_NAME, ROLES_NAME, require_published  # draws numpy
+    from bridge.model_files import CARD_NAME, ROLES_NAME, require_published  # draws numpy
 
     found = published_version(run_dir, spec, version)
     known = results_of(run_dir, read_rows(run_dir))

@@ -9,21 +9,19 @@ from fractions import Fraction
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from runspec.core.distribution import install_command, list_command, machine_kind
+from runspec.core.entry_points import install_command, list_command, machine_kind
 from runspec.core.errors import UserError
 from runspec.core.files import expand_user
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.family import load_config
+from runspec.core.models.family import load_config, model_config
 from runspec.core.models.hardware import device_count
 from runspec.core.models.parameters import WIDTH, trained_count, trained_parameters
-from runspec.core.models.spec_model import model_config
 from runspec.core.run_files import checkpoints_folder, numbered, state_folder, versions_in
 from runspec.core.spec import role_names
-from runspec.core.spec.evaluations import evaluator_pool
-from runspec.core.spec.islands import island_names, island_spec
+from runspec.core.spec.load import FILE_NAME as SPEC_FILE
+from runspec.core.spec.load import load_resolved
 from runspec.core.spec.plugins import missing_plugins
-from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
-from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.role_names import evaluator_pool, island_names, island_spec
 from runspec.core.spec.schema import Hardware, Mesh, RunSpec
 from runspec.core.spec.source_files import source_files
 from runspec.estimate.broadcast import version_size

@@ -12,9 +12,8 @@ from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
 from runspec.core.run_files import island_folder
 from runspec.core.spec import role_names
-from runspec.core.spec.evaluations import evaluator_pool
-from runspec.core.spec.islands import island_names, island_spec
-from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.load import load_resolved
+from runspec.core.spec.role_names import evaluator_pool, island_names, island_spec
 from runspec.core.spec.schema import Learner, RunSpec, SamplerPool
 from runspec.local.endpoints import Endpoints, address, load_endpoints
 from runspec.local.identity import Identity, make_identity

@@ -30,8 +30,8 @@ from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers, temporary_name, write_atomic
 from runspec.core.object_store import Folder, ObjectPath
-from runspec.core.spec.islands import island_names, step_overlap
-from runspec.core.spec.resolved import load_resolved, spec_digest
+from runspec.core.spec.load import load_resolved, spec_digest
+from runspec.core.spec.role_names import island_names, step_overlap
 from runspec.core.spec.schema import RunSpec
 from runspec.local.apply import REPORT_FILE, SUMMARY_FILE, write_summary
 from runspec.local.formatting import reported

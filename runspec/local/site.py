@@ -23,10 +23,9 @@ from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.models.hardware import device_count
 from runspec.core.spec import role_names
-from runspec.core.spec.evaluations import evaluator_pool
-from runspec.core.spec.islands import island_spec
-from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
-from runspec.core.spec.resolved import dump_resolved, load_resolved
+from runspec.core.spec.load import FILE_NAME as SPEC_FILE
+from runspec.core.spec.load import dump_resolved, load_resolved
+from runspec.core.spec.role_names import evaluator_pool, island_spec
 from runspec.core.spec.schema import Hardware, Learner, RunSpec
 from runspec.local.bundle import TRUNK_GROUP, Bundle, make_bundles
 from runspec.local.identity import make_identity

@@ -17,16 +17,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from runspec.core.address import JoinLink
-from runspec.core.distribution import Kind, extra_of, install_command
+from runspec.core.entry_points import Kind, extra_of, install_command
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_count
-from runspec.core.models.memory import MEMORY_UTILIZATION
+from runspec.core.models.parameters import MEMORY_UTILIZATION
 from runspec.core.process import SUPERVISOR
 from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate.broadcast import version_size
-from runspec.estimate.sampler import sampler_memory
+from runspec.estimate.speed import sampler_memory
 from runspec.local.formatting import reported, size
 from runspec.local.machine import BUILDS, Facts, devices_here, thread_limits, vllm_environment
 from runspec.local.preflight import ROLE_MODULES, Missing

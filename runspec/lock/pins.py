@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from runspec.core.distribution import NAME as PACKAGE
+from runspec.core.entry_points import NAME as PACKAGE
 from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
 from runspec.core.files import expand_user

@@ -19,11 +19,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from runspec.core.distribution import install_command
+from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.decoder import hf_config
-from runspec.core.spec.resolved import FILE_NAME, dump_resolved
+from runspec.core.spec.load import FILE_NAME, dump_resolved
 from runspec.core.spec.schema import RunSpec
 
 DEADLINE_S = 1800.0
@@ -77,7 +77,7 @@ def compile_step(
 
     Args:
         spec: of the run, without errors of the linter.
-        config: shape of its model (`runspec.core.models.spec_model.model_config`).
+        config: shape of its model (`runspec.core.models.family.model_config`).
         deadline_s: for the whole process.
 
     Raises:

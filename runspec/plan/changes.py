@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from runspec.core.hashing import digest_bytes
+from runspec.core.canonical import digest_bytes
 from runspec.core.spec.fields import CHANGE_CLASSES, ChangeClass
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.schema_fields import field_at

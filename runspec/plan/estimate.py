@@ -8,20 +8,25 @@ from statistics import fmean
 from typing import Any
 
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.flops import StepFlops, step_flops
 from runspec.core.models.hardware import device_count, device_of
-from runspec.core.models.parameters import parameter_count
-from runspec.core.spec.islands import island_names, island_spec
+from runspec.core.models.parameters import StepFlops, parameter_count, step_flops
+from runspec.core.spec.role_names import island_names, island_spec
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate import assumed
 from runspec.estimate.assumed import Assumed
 from runspec.estimate.broadcast import Arrival, VersionSize, arrivals, version_size
-from runspec.estimate.inputs import check_tokens_per_s, inputs
+from runspec.estimate.inputs import Cost, check_tokens_per_s, cost, inputs
 from runspec.estimate.islands import IslandEstimate, IslandsEstimate, exchange
 from runspec.estimate.learner import LearnerMemory, learner_memory, update_microbatches
-from runspec.estimate.price import Cost, cost
-from runspec.estimate.sampler import SamplerMemory, lease_groups, sampler_memory
-from runspec.estimate.speed import decode_speed, island_seconds, learner_seconds, mean_tokens
+from runspec.estimate.speed import (
+    SamplerMemory,
+    decode_speed,
+    island_seconds,
+    learner_seconds,
+    lease_groups,
+    mean_tokens,
+    sampler_memory,
+)
 from runspec.simulate.model import (
     BROADCAST,
     LEARNER,

@@ -17,13 +17,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
-from runspec.core import distribution
-from runspec.core.canonical import canonical_json, parse_object
+from runspec.core import entry_points
+from runspec.core.canonical import canonical_json, digest_bytes, parse_object
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.hashing import digest_bytes
-from runspec.core.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
-from runspec.core.spec.resolved import dump_resolved, parse_resolved, spec_digest
+from runspec.core.spec.load import MAX_BYTES as MAX_SPEC_BYTES
+from runspec.core.spec.load import dump_resolved, parse_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
 
 KIND = "Plan"
@@ -84,7 +83,7 @@ def save_plan(path: Path, plan: SavedPlan) -> None:
     content = {
         "kind": KIND,
         "version": plan.spec.version,
-        "runspec": version(distribution.NAME),
+        "runspec": version(entry_points.NAME),
         "run": plan.spec.name,
         "created": plan.created,
         "serial": plan.seen.serial,
@@ -120,7 +119,7 @@ def read_plan(path: Path) -> SavedPlan | None:
 
 
 def _parse(content: Mapping[str, Any], place: str) -> SavedPlan:
-    made_by, ours = content.get("runspec"), version(distribution.NAME)
+    made_by, ours = content.get("runspec"), version(entry_points.NAME)
     if made_by != ours:
         raise ValueError(f"made by runspec {str(made_by)[:40]!r}, this is {ours!r}")
     try:

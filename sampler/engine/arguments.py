@@ -12,7 +12,7 @@ from typing import Any
 
 from runspec.core.errors import UserError
 from runspec.core.models.family import load_config
-from runspec.core.models.memory import (
+from runspec.core.models.parameters import (
     CPU_BLOCK_TOKENS,
     MAX_SEQUENCES,
     cpu_kv_bytes,

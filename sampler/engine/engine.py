@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from runspec.core.errors import UserError
-from runspec.core.models.memory import MAX_SEQUENCES
+from runspec.core.models.parameters import MAX_SEQUENCES
 from runspec.core.spec.schema import SamplerPool
 from sampler.engine.arguments import (
     engine_arguments,

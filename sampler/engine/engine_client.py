@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from runspec.core.models.memory import MAX_SEQUENCES
+from runspec.core.models.parameters import MAX_SEQUENCES
 from sampler.engine.engine_process import EngineProcesses
 from sampler.engine.requests import Recorded, Sampled, SampleRequest, split_recorded
 

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from runspec.core.canonical import hash_parts
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.hashing import hash_parts
 from runspec.core.process import stop_event
-from runspec.core.spec.evaluations import evaluator_pool
-from runspec.core.spec.resolved import MAX_BYTES, parse_resolved
+from runspec.core.spec.load import MAX_BYTES, parse_resolved
+from runspec.core.spec.role_names import evaluator_pool
 from runspec.core.spec.schema import Evaluation, RunSpec, SamplerPool
 from sampler.engine.requests import Sampled, SampleRequest, sample_requests
 from sampler.tasks.prompts import PromptCodec

@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 from bridge.prefill import VersionedPrefill
 from runspec.core.errors import UserError
 from runspec.core.models.family import load_config
-from runspec.core.models.memory import prefill_bytes
+from runspec.core.models.parameters import prefill_bytes
 from runspec.core.spec.schema import Hardware, Learner, RunSpec
 from sampler.prefill.states import divide, hidden_states, spans, upload
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation, require_fits

@@ -21,7 +21,7 @@ import numpy as np
 
 from runspec.core.errors import UserError, describe_error
 from runspec.core.process import run_role
-from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import Reward, RunSpec
 from runspec.core.spec.schema_fields import close_match
 from sampler.tasks.grading.answers import Answer

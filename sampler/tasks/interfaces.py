@@ -16,9 +16,9 @@ from importlib.metadata import EntryPoint
 from types import new_class
 from typing import Any, ClassVar, Literal, Protocol
 
+from runspec.core.canonical import hash_parts
 from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
-from runspec.core.hashing import hash_parts
 from runspec.core.spec.plugins import REWARD_GROUP, SOURCE_GROUP, installed_kinds
 from runspec.core.spec.schema import Reward, Source
 from verify.plugins import Problem

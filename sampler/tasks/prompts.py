@@ -9,8 +9,8 @@ from typing import Literal
 
 from tokenizers import Tokenizer
 
+from runspec.core.canonical import digest_bytes, hash_parts
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes, hash_parts
 from runspec.core.prompt_messages import prompt_messages
 from runspec.core.spec.schema import Data
 from runspec.core.tokenizer_files import ChatTemplate, TokenizerFiles

@@ -11,8 +11,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import get_args
 
+from runspec.core.canonical import hash_parts
 from runspec.core.errors import UserError
-from runspec.core.hashing import hash_parts
 from runspec.core.process import RunStopped
 from runspec.core.spec.schema import Evaluation, RunSpec
 from runspec.core.spec.source_files import data_digest, redirected

@@ -23,9 +23,9 @@ from pathlib import Path
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers, write_atomic
-from runspec.core.hashing import digest_bytes
 from runspec.core.latest import Latest
 from runspec.core.metrics import counter, gauge
 from runspec.core.signed import BadSignature

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from runspec.core.errors import UserError
-from runspec.core.keys import SigningKey
+from runspec.core.signed import SigningKey
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from sampler.engine.engine import Engine, EngineDied, same_death_is_final
 from sampler.engine.requests import GenerationAborted, NoVersion, Sampled

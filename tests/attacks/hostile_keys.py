@@ -24,9 +24,9 @@ import httpx
 import numpy as np
 
 from runspec.core.errors import UserError
-from runspec.core.keys import SigningKey
 from runspec.core.run_files import STATE_FILE
-from runspec.core.spec.resolved import load_resolved
+from runspec.core.signed import SigningKey
+from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.simulate.fleet import Strategy
 from runspec.simulate.population import StrategyBlock

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from runspec.core.canonical import canonical_json
 from runspec.core.connection_limits import answering
-from runspec.core.keys import SigningKey
+from runspec.core.signed import SigningKey
 from runspec.core.spec.role_names import worker_names
 from runspec.core.spec.schema import Backlog
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec

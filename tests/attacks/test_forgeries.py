@@ -23,7 +23,7 @@ from benchmarks.null.forgeries import (
     ordered,
     selected,
 )
-from runspec.core.hashing import digest_bytes
+from runspec.core.canonical import digest_bytes
 from runspec.core.signed import BadSignature, sign_document
 from tests.attacks.conftest import PRECISIONS, like, refused, rejection, take_lease
 from tests.verify.bench import MODEL, Bench

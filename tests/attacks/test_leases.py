@@ -18,10 +18,9 @@ import httpx
 import numpy as np
 import pytest
 
-from runspec.core.canonical import canonical_json
+from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
+from runspec.core.signed import SigningKey
 from runspec.core.spec.schema import RunSpec
 from tests.attacks.conftest import fresh, refused, rejection, take_lease
 from tests.attacks.hostile_keys import attack, standings

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.published import require_published
+from bridge.model_files import require_published
 from learner_jax.corpus.documents import Counts, read_documents
 from runspec.cli.evaluate import print_results
 from runspec.cli.join import progress_line

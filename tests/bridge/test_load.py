@@ -15,7 +15,6 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.flat import FlatLayout
 from bridge.load import LeafReader
 from bridge.orbax_io import leaf_spec, read_pieces
 from bridge.prefill import LoadedVersions
@@ -25,7 +24,7 @@ from bridge.safetensors_io import (
     read_tensor,
     write_safetensors,
 )
-from bridge.tensors import contiguous, copy_into
+from bridge.tensors import FlatLayout, contiguous, copy_into
 from bridge.weight_map import entry, hf_shapes, weight_map
 from runspec.core.errors import UserError
 from runspec.core.models.family import Row, load_config, parse_config

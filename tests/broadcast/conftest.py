@@ -24,11 +24,11 @@ from broadcast.manifest import Chunk, WeightsManifest, read_manifest
 from broadcast.relay import run_origin, run_relay
 from broadcast.server import DEFAULT_OPTIONS, ServerOptions
 from broadcast.store import publish
+from runspec.core.canonical import digest_bytes, is_digest
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes, is_digest
-from runspec.core.keys import SigningKey
 from runspec.core.latest import Latest
 from runspec.core.roles import sign_roles
+from runspec.core.signed import SigningKey
 from tests.broadcast.fake_relay import FakeRelay, Request, held_until
 from tests.broadcast.scripted import Scripted, Serve
 from tests.waiting import eventually

@@ -10,8 +10,7 @@ from bridge.delta import write_delta
 from bridge.safetensors_io import write_safetensors
 from bridge.tensors import model_digest, record, tensor_bytes
 from broadcast.store import publish
-from runspec.core.canonical import canonical_json
-from runspec.core.hashing import digest_bytes
+from runspec.core.canonical import canonical_json, digest_bytes
 
 from .conftest import CHUNK_BYTES, Run
 

@@ -26,9 +26,9 @@ from broadcast.cache import Cache
 from broadcast.client import WeightsClient
 from broadcast.disk import Cancellation, in_thread
 from broadcast.manifest import MAX_CHUNK_BYTES, Chunk, ObjectInfo, WeightsManifest, sign_manifest
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
+from runspec.core.signed import SigningKey
 from tests.waiting import eventually
 
 from .conftest import (

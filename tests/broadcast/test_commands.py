@@ -10,7 +10,7 @@ import pytest
 
 from bridge.delta import write_delta
 from broadcast.__main__ import main
-from runspec.core.hashing import digest_bytes
+from runspec.core.canonical import digest_bytes
 from tests.waiting import eventually
 
 from .conftest import CHUNK_BYTES, PATIENCE_S, Run, contents, fetched, weights

@@ -18,8 +18,7 @@ from broadcast.manifest import (
     open_manifest,
     sign_manifest,
 )
-from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, sign_document
+from runspec.core.signed import BadSignature, SigningKey, sign_document
 
 KEY = SigningKey.generate()
 DIGEST = "ab" * 32

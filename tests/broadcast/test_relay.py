@@ -19,9 +19,9 @@ from broadcast.answers import Recent
 from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest, sign_manifest
 from broadcast.relay import Transfers, run_relay, to_rebuild
 from broadcast.relay_store import RelayStore
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
+from runspec.core.signed import SigningKey
 from tests.waiting import eventually
 
 from .conftest import LOG, PATIENCE_S, Run, fetched, metric, newest, warnings, weights

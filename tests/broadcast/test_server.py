@@ -25,9 +25,9 @@ from broadcast.metrics import Metrics
 from broadcast.relay import run_origin
 from broadcast.server import Limits, ServerOptions, shardcast_distribution
 from broadcast.store import refresh_latest
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
-from runspec.core.hashing import digest_bytes
 from runspec.core.http_server import TokenBuckets
 from runspec.core.latest import sign_latest
 from tests.ended_at_once import hears_sigterm_at_once

@@ -21,11 +21,11 @@ from broadcast.layout import stored_versions
 from broadcast.manifest import MAX_CHUNK_BYTES
 from broadcast.relay_store import StoredVersions
 from broadcast.store import AlreadyPublished, newest_version, prune, publish_objects, refresh_latest
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
-from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
 from runspec.core.roles import Roles, open_roles, sign_roles
+from runspec.core.signed import SigningKey
 
 from .conftest import (
     CHUNK_BYTES,

@@ -25,8 +25,8 @@ from broadcast.transport import (
     get,
     new_session,
 )
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes
 from tests.waiting import eventually
 
 from .conftest import PATIENCE_S

@@ -11,9 +11,8 @@ import pytest
 
 from broadcast.keygen import renew_keys
 from broadcast.layout import MAX_VERSION
-from runspec.core.keys import SigningKey
 from runspec.core.latest import KIND, VALID_S, sign_latest
-from runspec.core.signed import sign_document
+from runspec.core.signed import SigningKey, sign_document
 from tests.waiting import eventually
 
 from .conftest import Run, fetched, newest, no_latest, not_fetched, weights

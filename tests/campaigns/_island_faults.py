@@ -13,10 +13,10 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from runspec.core.keys import SigningKey
 from runspec.core.process import EXIT_FINAL
 from runspec.core.run_files import STATE_FILE
-from runspec.core.spec.resolved import dump_resolved
+from runspec.core.signed import SigningKey
+from runspec.core.spec.load import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from tests.learner_jax.islands.island_runs import IslandRun
 from verify.coordinator.ledger.ledger import Ledger

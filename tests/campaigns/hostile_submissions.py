@@ -21,7 +21,7 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.runs import apply_command
-from runspec.core.keys import SigningKey
+from runspec.core.signed import SigningKey
 from runspec.local.state import RunState
 from tests.attacks.hostile_keys import hostile, standings
 from tests.attacks.strange import judge

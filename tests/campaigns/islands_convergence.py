@@ -33,7 +33,7 @@ import numpy as np
 from scipy import stats
 
 from bridge.codecs import Codec, Kind, codec
-from bridge.flat import FlatLayout
+from bridge.tensors import FlatLayout
 from learner_jax.corpus.sources import GeneratedReads
 from learner_jax.islands.state import (
     OuterState,

@@ -106,7 +106,7 @@ GSM8K_SIZE = Size(1024, 128, 4, row=768, rows=5, updates=500)
 def write_model(folder: Path, spec: RunSpec, texts: Iterable[str], scheme: Scheme) -> Tokenizer:
     """Write config.json and a tokenizer that is trained on the texts."""
     from runspec.core.models.decoder import hf_config
-    from runspec.core.models.spec_model import model_config
+    from runspec.core.models.family import model_config
 
     config = model_config(spec)
     assert config is not None
@@ -140,7 +140,7 @@ def trained_bits(spec: RunSpec, rows: Any, held_out: CorpusRows) -> tuple[float,
     from learner_jax.sharding import make_mesh, shard_params
     from learner_jax.step import build_programs
     from learner_jax.supervised import held_out_loss, supervised_step
-    from runspec.core.models.spec_model import model_config
+    from runspec.core.models.family import model_config
 
     config = model_config(spec)
     assert config is not None

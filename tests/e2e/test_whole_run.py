@@ -23,10 +23,10 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 
-from runspec.core.keys import SigningKey
 from runspec.core.roles import open_roles
 from runspec.core.run_files import step_folder
-from runspec.core.spec.resolved import load_resolved
+from runspec.core.signed import SigningKey
+from runspec.core.spec.load import load_resolved
 from tests.attacks.hostile_keys import hostile, standings
 from tests.harness import LiveRun, runspec, standing_still
 from tests.preloaded import Program

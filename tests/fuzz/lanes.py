@@ -25,12 +25,10 @@ from broadcast.answers import byte_range
 from broadcast.server import MAX_WAIT_S, _poll_parameters
 from broadcast.transport import base_url
 from runspec.core.address import parse_join_link
-from runspec.core.canonical import canonical_json, parse_object
+from runspec.core.canonical import canonical_json, digest_bytes, is_digest, parse_object
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes, is_digest
 from runspec.core.http_server import UNKNOWN, client_address
-from runspec.core.keys import SigningKey
-from runspec.core.signed import sign_document
+from runspec.core.signed import SigningKey, sign_document
 from tests.fuzz import documents, files
 from tests.fuzz.bounds import Lane
 from tests.fuzz.strategies import TEXT_PIECES, changed, damaged, damaged_json, texts

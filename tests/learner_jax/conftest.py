@@ -22,13 +22,13 @@ from learner_jax.leaves import save_weights
 from learner_jax.model import init_params
 from learner_jax.step import TrainState
 from learner_jax.warm_start import model_config
+from runspec.core.canonical import digest_bytes
 from runspec.core.files import write_atomic
-from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
 from runspec.core.models.decoder import hf_config
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import step_folder, submission_files
-from runspec.core.spec.resolved import dump_resolved
+from runspec.core.signed import SigningKey
+from runspec.core.spec.load import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from verify.formats.batch import BatchGroup, BatchManifest, sign_batch
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from learner_jax.batch import Batch, BatchReader, TrainingRollout, alarm_limit
 from learner_jax.feed import decode_batch, encode_batch
 from learner_jax.manifests import ManifestReader, manifest_digest
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
 from runspec.core.run_files import step_folder, submission_files
+from runspec.core.signed import SigningKey
 from tests.learner_jax.conftest import Run
 from tests.verify.coordinator.documents import ROWS, documents_spec
 from verify.formats.batch import BatchGroup, BatchManifest, RangeManifest, RowRange, sign_ranges

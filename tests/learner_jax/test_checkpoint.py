@@ -39,7 +39,7 @@ from runspec.core import object_store
 from runspec.core.errors import UserError
 from runspec.core.object_store import Folder, ObjectPath, folder_at, last_file
 from runspec.core.run_files import clear_unfinished, versions_in
-from runspec.core.spec.resolved import dump_resolved
+from runspec.core.spec.load import dump_resolved
 from tests.learner_jax.conftest import changed, write_initial_model
 from tests.learner_jax.test_runner import train_to_the_end
 from tests.object_store import BUCKET, s3_server

@@ -25,7 +25,7 @@ from learner_jax.train import train
 from learner_jax.warm_start import draw_initial_model
 from runspec.core.errors import UserError
 from runspec.core.run_files import corpus_cache, params_folder, state_folder, versions_in
-from runspec.core.spec.resolved import dump_resolved
+from runspec.core.spec.load import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from tests.learner_jax.conftest import Run, tiny_spec
 from tests.learner_jax.test_runner import (

@@ -23,7 +23,7 @@ from learner_jax.loss import clip_surrogate, grpo_loss, k3, segment_sums
 from learner_jax.loss_metrics import LossMetrics, log_ratio_counts, log_ratio_quantile
 from learner_jax.packing import LossInputs, Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch
-from runspec.core.models.memory import KEPT_LOGITS
+from runspec.core.models.parameters import KEPT_LOGITS
 from runspec.core.spec.schema import Clip, Grpo, Mesh
 from tests.learner_jax.reference import (
     MAX_NEW_TOKENS,

@@ -23,12 +23,12 @@ from learner_jax.model import abstract_params, bind, init_params
 from learner_jax.sampling import sample, sampled_right
 from learner_jax.sharding import Execution, make_mesh, shard_params
 from learner_jax.warm_start import make_initial_model, model_config, warm_start_digest
+from runspec.core.canonical import digest_bytes
 from runspec.core.files import open_folder_lock
-from runspec.core.hashing import digest_bytes
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import load_config
 from runspec.core.process import RunStopped
-from runspec.core.spec.resolved import dump_resolved
+from runspec.core.spec.load import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from tests.bridge.conftest import iter_leaves
 from tests.learner_jax.conftest import tiny_spec

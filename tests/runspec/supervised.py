@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.spec_model import model_config
+from runspec.core.models.family import model_config
 from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.schema import RunSpec
 from tests.runspec.core.spec.spec_files import SPECS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runspec.core.keys import SigningKey
+from runspec.core.signed import SigningKey
 from tests.verify.small_model import (
     RUN,
     VOCAB,

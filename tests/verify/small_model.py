@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from runspec.core.keys import SigningKey
+from runspec.core.signed import SigningKey
 from runspec.core.spec.schema import RunSpec
 from verify.formats.lease import Assignment, Lease, assignments, lease_digest
 from verify.formats.submission import Rollout

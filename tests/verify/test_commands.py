@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from runspec.core.keys import SigningKey
+from runspec.core.signed import SigningKey
 from tests.fuzz.files import SUBMISSION, VERDICT
 from tests.verify.profiles import ROOT, document, made_profile
 from tests.verify.small_model import bf16_bits

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, sign_document
+from runspec.core.signed import BadSignature, SigningKey, sign_document
 from tests.fuzz.documents import DIGEST, KEY, KINDS, said
 from tests.fuzz.files import SUBMISSION, VERDICT, Kind, check_rows
 from verify.formats.batch import (

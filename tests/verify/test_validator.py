@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes
 from runspec.core.process import EXIT_INTERNAL
 from runspec.core.roles import Roles
 from tests.figures import figures_of

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runspec.core.canonical import digest_bytes
 from runspec.core.files import write_atomic
-from runspec.core.hashing import digest_bytes
 from runspec.core.process import EXIT_FINAL, RunStopped
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import evaluation_files, submission_files

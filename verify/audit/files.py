@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from runspec.core.canonical import digest_bytes, digest_file, is_digest
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.hashing import digest_bytes, digest_file, is_digest
 from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
 from verify.audit.findings import Report, Signers

@@ -10,9 +10,8 @@ from pathlib import Path
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.keys import SigningKey
 from runspec.core.roles import MAX_BYTES, Roles, issued_at, open_roles
-from runspec.core.signed import BadSignature
+from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec.schema import RunSpec
 
 _LONGEST = 200

@@ -20,12 +20,11 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.keys import SigningKey
 from runspec.core.models.config import read_config
 from runspec.core.process import run_role
-from runspec.core.signed import BadSignature
+from runspec.core.signed import BadSignature, SigningKey
+from runspec.core.spec.load import MAX_PROFILE_BYTES, load_resolved
 from runspec.core.spec.plugins import PREFILL_GROUP
-from runspec.core.spec.resolved import MAX_PROFILE_BYTES, load_resolved
 from runspec.core.spec.schema import RunSpec
 from verify import profile as form
 from verify.calibration.derive import as_table, derive

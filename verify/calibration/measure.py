@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.canonical import MalformedJson, digest_bytes, digest_file, is_digest, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.hashing import digest_bytes, digest_file, is_digest
 from runspec.core.run_files import SubmissionFiles, submission_files, weights_folder
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from verify.checks.prefill import logprob_diff

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 import numpy as np
 from blake3 import blake3
 
-from runspec.core.hashing import digest_bytes
+from runspec.core.canonical import digest_bytes
 from runspec.core.signed import BadSignature
 from verify.checks.base import Subject, at_most, no_faults, row_check
 from verify.formats.lease import Lease

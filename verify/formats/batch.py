@@ -12,8 +12,15 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from runspec.core.keys import SigningKey
-from runspec.core.signed import STRICT, BadSignature, Digest, Natural, open_payload, sign_document
+from runspec.core.signed import (
+    STRICT,
+    BadSignature,
+    Digest,
+    Natural,
+    SigningKey,
+    open_payload,
+    sign_document,
+)
 from runspec.core.spec.schema import RunSpec
 from verify.formats.islands import IslandShare, check_shares, without_empty_shares
 from verify.formats.lease import Lease

@@ -11,12 +11,12 @@ from pydantic import Field, TypeAdapter
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.keys import SigningKey
 from runspec.core.signed import (
     STRICT,
     BadSignature,
     Digest,
     Natural,
+    SigningKey,
     Time,
     open_payload,
     sign_document,

@@ -14,10 +14,16 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from runspec.core.address import is_server_url
-from runspec.core.canonical import canonical_json
-from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
-from runspec.core.signed import STRICT, BadSignature, Digest, Natural, open_payload, sign_document
+from runspec.core.canonical import canonical_json, digest_bytes
+from runspec.core.signed import (
+    STRICT,
+    BadSignature,
+    Digest,
+    Natural,
+    SigningKey,
+    open_payload,
+    sign_document,
+)
 from runspec.core.spec.fields import NAME_PATTERN
 
 T = TypeVar("T")

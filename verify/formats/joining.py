@@ -14,17 +14,17 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from runspec.core.canonical import canonical_json, parse_object
-from runspec.core.keys import SigningKey
 from runspec.core.signed import (
     STRICT,
     BadSignature,
     Digest,
+    SigningKey,
     open_document,
     open_payload,
     sign_document,
 )
-from runspec.core.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
-from runspec.core.spec.resolved import dump_resolved, parse_resolved
+from runspec.core.spec.load import MAX_BYTES as MAX_SPEC_BYTES
+from runspec.core.spec.load import dump_resolved, parse_resolved
 from runspec.core.spec.schema import RunSpec
 
 SITE_KIND = "site"

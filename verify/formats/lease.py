@@ -7,9 +7,16 @@ from functools import cached_property
 
 from pydantic import TypeAdapter
 
-from runspec.core.hashing import digest_bytes, hash_parts
-from runspec.core.keys import SigningKey
-from runspec.core.signed import STRICT, Digest, Natural, Time, open_payload, sign_document
+from runspec.core.canonical import digest_bytes, hash_parts
+from runspec.core.signed import (
+    STRICT,
+    Digest,
+    Natural,
+    SigningKey,
+    Time,
+    open_payload,
+    sign_document,
+)
 
 KIND = "lease"
 MAX_BYTES = 8 * 1024

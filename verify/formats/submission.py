@@ -7,9 +7,16 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from pydantic import TypeAdapter
 
-from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
-from runspec.core.signed import STRICT, BadSignature, Digest, Natural, open_payload, sign_document
+from runspec.core.canonical import digest_bytes
+from runspec.core.signed import (
+    STRICT,
+    BadSignature,
+    Digest,
+    Natural,
+    SigningKey,
+    open_payload,
+    sign_document,
+)
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
 from verify.toploc.codec import CHUNK_ROWS, PROOF_BYTES

@@ -9,10 +9,17 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import one_line
-from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
-from runspec.core.signed import STRICT, BadSignature, Digest, Natural, open_payload, sign_document
+from runspec.core.signed import (
+    STRICT,
+    BadSignature,
+    Digest,
+    Natural,
+    SigningKey,
+    open_payload,
+    sign_document,
+)
 from verify.formats.tables import Column, MalformedTable, Schema, decode_table, encode_table, text
 
 KIND = "verdict"

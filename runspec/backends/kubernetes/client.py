@@ -30,9 +30,9 @@ from runspec.backends.kubernetes.pods import (
     label,
 )
 from runspec.backends.kubernetes.render import SITE, env_secret, render_site
-from runspec.core.distribution import install_command
+from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
-from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.load import load_resolved
 from runspec.core.spec.role_names import STAGES, trunk_names
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import LocalProcesses, Processes

@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 from runspec.core.errors import UserError
-from runspec.core.spec.islands import island_spec
 from runspec.core.spec.role_names import (
     island_processes,
+    island_spec,
     rendezvous_names,
     server_names,
     shares_name,

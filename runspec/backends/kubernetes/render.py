@@ -24,7 +24,7 @@ from runspec.backends.kubernetes.pods import (
 )
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL
-from runspec.core.spec.resolved import dump_resolved
+from runspec.core.spec.load import dump_resolved
 from runspec.core.spec.role_names import elsewhere
 from runspec.core.spec.schema import RunSpec
 from runspec.local.bundle import TRUNK_GROUP, Bundle

@@ -33,7 +33,7 @@ from runspec.backends.ray.cluster import (
 )
 from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
-from runspec.core.spec.resolved import dump_resolved, load_resolved
+from runspec.core.spec.load import dump_resolved, load_resolved
 from runspec.core.spec.role_names import (
     STAGES,
     TRUNK,

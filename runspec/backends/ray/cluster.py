@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from runspec.core.distribution import install_command
+from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import AT_TRUNK, Child, Look, start_child

@@ -1,4 +1,4 @@
-"""Model families: config reader, table of parameters, and the module that computes each.
+"""Model families, each with its config reader, table of parameters and module; a spec's model.
 
 `_OURS` names the families of this repository. Other packages offer families as entry points:
 
@@ -7,20 +7,29 @@
 
 The name is the `model_type` of config.json, the value a `Family`. Reading the value needs no JAX:
 only the learner imports `Family.module`.
+
+A spec's model has its shape from the spec, a local config.json, or a shipped config. `named/` holds
+the config.json of known repositories, with the fields that determine the weights and the
+computation. So commands know the shape before any file of the model is downloaded.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import resources
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
 from runspec.core.errors import UserError
+from runspec.core.files import expand_user
 from runspec.core.models.config import CONFIG_NAME, ModelConfig, read_config
+from runspec.core.spec.schema import RunSpec
 
 MODELS_GROUP = "runspec.models"
 AXES = {
@@ -230,3 +239,53 @@ def parse_config(config: dict[str, Any], *, place: str) -> ModelConfig:
 def load_config(model_dir: Path) -> ModelConfig:
     """Parse `config.json` of a Hugging Face model directory."""
     return parse_config(read_config(model_dir), place=str(model_dir / CONFIG_NAME))
+
+
+_FOLDER = resources.files("runspec.core.models") / "named"
+
+
+def model_config(spec: RunSpec, folder: Path = Path()) -> ModelConfig | None:
+    """Return the shape of the spec's model; None if it is not known on this machine.
+
+    Args:
+        spec: names the model.
+        folder: the base of a relative `model.hf` directory.
+
+    Raises:
+        UserError: a local config.json cannot be read, or its family is not supported.
+    """
+    shape, hf = spec.model.shape, spec.model.hf
+    if shape is not None:
+        fields: dict[str, Any] = shape.model_dump(mode="json", exclude_none=True)
+        fields.setdefault("head_dim", shape.hidden_size // shape.num_attention_heads)
+        # No window unless said: transformers assumes one for some families.
+        fields |= {"max_position_embeddings": spec.model.max_context, "sliding_window": None}
+        return parse_config(fields, place="model.shape")
+    if hf is None:
+        return None
+    with suppress(OSError):  # the name of a repository may be no valid path
+        directory = folder / expand_user(Path(hf))
+        if (directory / CONFIG_NAME).is_file():
+            return load_config(directory)
+    return named_config(hf)
+
+
+@cache
+def named_config(hf: str) -> ModelConfig | None:
+    """Return the shape of a model that ships with runspec; None for any other."""
+    shape = named_model(hf)
+    return None if shape is None else parse_config(shape, place=f"{hf}/config.json")
+
+
+def model_names() -> list[str]:
+    """Return the models whose shape ships with runspec, as `model.hf` names them."""
+    files = (entry.name for entry in _FOLDER.iterdir())
+    return sorted(name[: -len(".json")].replace("--", "/") for name in files)
+
+
+def named_model(name: str) -> dict[str, Any] | None:
+    """Return the config.json of a model such as `Qwen/QwQ-32B`; None if it does not ship."""
+    if name not in model_names():
+        return None
+    config: dict[str, Any] = json.loads((_FOLDER / f"{name.replace('/', '--')}.json").read_text())
+    return config

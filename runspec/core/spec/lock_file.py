@@ -10,9 +10,9 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, ValidationError
 
+from runspec.core.canonical import digest_bytes, digest_file
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.hashing import digest_bytes, digest_file
 from runspec.core.spec.findings import Finding
 from runspec.core.spec.schema import Block
 from runspec.core.spec.validate import locate, to_python

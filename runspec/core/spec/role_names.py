@@ -1,9 +1,13 @@
-"""Names of a run's processes, as in `status`, logs, keys and `placement.devices`."""
+"""Roles of a spec: names of their processes, its islands, and the evaluator's engine.
+
+The names are those of `status`, logs, keys and `placement.devices`.
+"""
 
 from __future__ import annotations
 
-from runspec.core.spec.islands import island_names, members
-from runspec.core.spec.schema import RunSpec
+from math import ceil
+
+from runspec.core.spec.schema import Grpo, IslandMember, RunSpec, SamplerPool, Supervised
 
 TRUNK = ("origin", "coordinator", "publisher", "learner")
 """Names of the processes that share the run directory; `trunk_names` has the islands' too."""
@@ -131,3 +135,72 @@ def elsewhere(spec: RunSpec) -> frozenset[str]:
         return frozenset()
     groups = placeable(spec).items()
     return frozenset(name for group, names in groups if group not in here for name in names)
+
+
+def members(spec: RunSpec) -> list[IslandMember]:
+    """Return the islands in the order of the spec; empty if the learner is one program."""
+    return [] if spec.learner.islands is None else spec.learner.islands.members
+
+
+def island_names(spec: RunSpec) -> list[str]:
+    """Return the islands' names in the order of the spec; the first is the trunk's.
+
+    Empty if the learner is one program.
+    """
+    return [member.name for member in members(spec)]
+
+
+def step_overlap(spec: RunSpec) -> int:
+    """Return the steps by which training runs ahead of its newest version: 0 or 1."""
+    return 0 if spec.learner.islands is None else spec.learner.islands.overlap
+
+
+def island_spec(spec: RunSpec, name: str) -> RunSpec:
+    """Return the spec by which one island trains, as if it were the only learner.
+
+    It has the island's hardware, mesh, hosts and rows, its part of `tokens_per_update` or of
+    `prompts_per_step` (rounded up), and no islands. A spec without islands is returned as it is.
+
+    Args:
+        spec: a resolved spec.
+        name: name of the island.
+
+    Raises:
+        KeyError: the spec has islands, and none of this name.
+    """
+    found = {member.name: member for member in members(spec)}
+    if not found:
+        return spec
+    member, learner = found[name], spec.learner
+    packing = learner.packing
+    if member.rows is not None:
+        packing = packing.model_copy(update={"rows": member.rows})
+    own = learner.model_copy(
+        update={
+            "hardware": member.hardware or learner.hardware,
+            "mesh": member.mesh or learner.mesh,
+            "hosts": member.hosts or learner.hosts,
+            "packing": packing,
+            "islands": None,
+        }
+    )
+    return spec.model_copy(update={"learner": own, "algorithm": _part(spec, len(found))})
+
+
+def _part(spec: RunSpec, count: int) -> Grpo | Supervised:
+    """Return the algorithm with the part of a step's data that one of `count` islands has."""
+    if spec.supervised is None:
+        groups = ceil(spec.grpo.prompts_per_step / count)
+        return spec.grpo.model_copy(update={"prompts_per_step": groups})
+    tokens = spec.supervised.tokens_per_update // count
+    return spec.supervised.model_copy(update={"tokens_per_update": tokens})
+
+
+def evaluator_pool(spec: RunSpec) -> SamplerPool:
+    """Return the settings of the evaluator's engine: those of its pool, on its own hardware."""
+    own = spec.evaluator
+    pool = next((p for p in spec.samplers if p.name == own.pool), spec.samplers[0])
+    given = {"hardware": own.hardware, "parallel": own.parallel}
+    changes = {name: value for name, value in given.items() if value is not None}
+    # A version is loaded when nothing is sampled.
+    return pool.model_copy(update={**changes, "in_flight_updates": False})

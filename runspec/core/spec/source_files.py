@@ -13,10 +13,10 @@ from glob import has_magic
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 
+from runspec.core.canonical import digest_file, hash_parts
 from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
 from runspec.core.files import expand_user, read_json
-from runspec.core.hashing import digest_file, hash_parts
 from runspec.core.spec.plugins import SOURCE_GROUP
 from runspec.core.spec.schema import RunSpec, Source
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from runspec.core.errors import UserError
-from runspec.core.spec.islands import members
 from runspec.core.spec.plugins import missing_plugins
+from runspec.core.spec.role_names import members
 from runspec.core.spec.schema import Data, Source
 from runspec.core.spec.schema_fields import close_match
 from runspec.core.spec.source_files import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runspec.core.spec.islands import members
+from runspec.core.spec.role_names import members
 from runspec.lint.registry import Context, Violation, Violations, relation, rule
 
 

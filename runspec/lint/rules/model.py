@@ -7,8 +7,8 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
+from runspec.core.models.family import model_names, named_model
 from runspec.core.models.parameters import matrix_shapes
-from runspec.core.models.spec_model import model_names, named_model
 from runspec.core.spec.source_files import column_of
 from runspec.lint.registry import (
     Context,

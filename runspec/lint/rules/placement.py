@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from math import floor
 
 from runspec.core.address import is_loopback, parse_url, server_urls
-from runspec.core.spec.islands import island_names, island_spec
 from runspec.core.spec.role_names import (
     elsewhere,
+    island_names,
     island_processes,
     island_role,
+    island_spec,
     learner_names,
     measured_roles,
     placeable,
@@ -22,7 +23,7 @@ from runspec.core.spec.role_names import (
     worker_names,
 )
 from runspec.core.spec.schema import RunSpec
-from runspec.estimate.price import hourly_price
+from runspec.estimate.inputs import hourly_price
 from runspec.estimate.speed import step_seconds
 from runspec.lint.registry import Context, Violation, Violations, relation, rule
 

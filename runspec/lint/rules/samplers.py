@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from runspec.core.models.config import Dynamic, Linear, ModelConfig, Yarn
 from runspec.core.models.hardware import device_count
-from runspec.core.models.memory import CPU_HEAD_SIZES
+from runspec.core.models.parameters import CPU_HEAD_SIZES
 from runspec.core.spec.schema import Hardware, RunSpec
 from runspec.lint.registry import (
     Context,

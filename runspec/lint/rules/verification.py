@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from runspec.core.errors import UserError
-from runspec.core.spec.resolved import profile_text
+from runspec.core.spec.load import profile_text
 from runspec.core.spec.role_names import elsewhere, validator_names
 from runspec.estimate.speed import step_seconds, tokens_to_check, validator_tokens_per_s
 from runspec.lint.registry import Context, Violation, Violations, relation, rule

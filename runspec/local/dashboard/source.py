@@ -17,10 +17,9 @@ from tokenizers import Tokenizer
 from broadcast.layout import stored_versions
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.files import read_bounded
-from runspec.core.keys import SigningKey
 from runspec.core.run_files import METRICS_FILE, initial_model, submission_files
-from runspec.core.signed import BadSignature
-from runspec.core.spec.resolved import load_resolved
+from runspec.core.signed import BadSignature, SigningKey
+from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.core.tokenizer_files import MAX_TOKENIZER_BYTES, read_tokenizer, tokenizer_of
 from runspec.local.diagnosis import diagnose

@@ -19,15 +19,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runspec.core.canonical import canonical_json, parse_object
+from runspec.core.canonical import canonical_json, digest_bytes, parse_object
 from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError, describe_error
 from runspec.core.files import expand_user, read_bounded, write_atomic
-from runspec.core.hashing import digest_bytes
 from runspec.core.process import EXIT_USER_ERROR, not_retried
 from runspec.core.run_files import METRICS_FILE, SAMPLES_FILE, evaluation_files, monitor_folder
+from runspec.core.spec.load import MAX_BYTES, dump_resolved
 from runspec.core.spec.plugins import MONITOR_GROUP
-from runspec.core.spec.resolved import MAX_BYTES, dump_resolved
 from runspec.core.spec.schema import Monitor as MonitorSpec
 from runspec.core.spec.schema import RunSpec
 from runspec.local.metrics import JsonLines, Row, read_rows

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import AliasPath, BaseModel, Field
 
+from runspec.core.entry_points import Asked, Figures, Measured
 from runspec.core.errors import UserError
-from runspec.core.evaluation_tools import Asked, Figures, Measured
 from sampler.evaluation.tools import read_shape, result_files, with_error
 
 ERROR = "stderr"

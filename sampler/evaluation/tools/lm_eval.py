@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field
 
-from runspec.core.evaluation_tools import Asked, Measured
+from runspec.core.entry_points import Asked, Measured
 from sampler.evaluation.tools import read_shape, result_files, with_error
 
 LIKELIHOODS = "local-completions"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import AliasPath, BaseModel, Field
 
-from runspec.core.evaluation_tools import KEY_VARIABLE, Asked, Measured
+from runspec.core.entry_points import KEY_VARIABLE, Asked, Measured
 from runspec.core.rows import lines
 from sampler.evaluation.ask import mean_of
 from sampler.evaluation.tools import parse_shape, result_files

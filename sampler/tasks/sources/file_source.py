@@ -22,9 +22,9 @@ from zipfile import BadZipFile
 import numpy as np
 import pyarrow as pa
 
+from runspec.core.canonical import hash_parts
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.hashing import hash_parts
 from runspec.core.rows import (
     GROUP_BITS,
     Row,

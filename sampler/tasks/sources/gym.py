@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import reasoning_gym
 
+from runspec.core.canonical import hash_parts
 from runspec.core.errors import UserError
-from runspec.core.hashing import hash_parts
 from runspec.core.spec.schema import Source
 from sampler.tasks.interfaces import Keep
 from verify.plugins import Problem

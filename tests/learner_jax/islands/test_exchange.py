@@ -17,8 +17,8 @@ from learner_jax.islands.exchange import Exchange
 from learner_jax.islands.joining import KEPT_PERIODS, Behind
 from learner_jax.islands.shares import Silent
 from learner_jax.islands.state import OuterState, outer_update
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes
 from runspec.core.spec.schema import Islands
 from tests.waiting import eventually
 from verify.formats.islands import (

@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from bridge.flat import FlatLayout
 from bridge.load import LeafReader
+from bridge.tensors import FlatLayout
 from learner_jax.distributed import Peers
 from learner_jax.learner_run import IslandLink, LearnerRun
 from runspec.core.models.config import read_config

@@ -17,9 +17,9 @@ from broadcast.store import publish
 from learner_jax.batch import BatchReader
 from learner_jax.islands.mirror import Mirror, fetch_initial
 from runspec.core.errors import UserError
-from runspec.core.keys import SigningKey
 from runspec.core.roles import ROLE_NAMES, sign_roles
 from runspec.core.run_files import step_folder, submission_files
+from runspec.core.signed import SigningKey
 from tests.broadcast.conftest import Served, contents
 from tests.verify.coordinator.deployment import Site
 from tests.verify.coordinator.island_run import island, sampled_spec

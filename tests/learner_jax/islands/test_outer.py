@@ -18,7 +18,7 @@ from blake3 import blake3
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bridge.codecs import SEGMENT, codec
-from bridge.flat import FlatLayout
+from bridge.tensors import FlatLayout
 from learner_jax.corpus.packed import CorpusRows
 from learner_jax.islands.state import OuterState, encode_share, outer_update, weighted_mean
 from learner_jax.leaves import HostLeaves, leaf_path, load_params

@@ -18,10 +18,10 @@ from broadcast.layout import stored_versions
 from broadcast.relay import run_origin
 from broadcast.store import AlreadyPublished
 from learner_jax.islands.shares import BadObject, ShareFetcher, ShareStore, Silent
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
 from runspec.core.roles import sign_roles
+from runspec.core.signed import SigningKey
 from tests.broadcast.conftest import Served
 from tests.broadcast.fake_relay import FakeRelay, Request, head, held_until
 from tests.waiting import eventually

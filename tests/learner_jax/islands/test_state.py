@@ -18,7 +18,7 @@ import optax
 import pytest
 
 from bridge.codecs import Kind, codec
-from bridge.flat import FlatLayout
+from bridge.tensors import FlatLayout
 from learner_jax.distributed import Peers
 from learner_jax.islands.exchange import Exchange, Settled
 from learner_jax.islands.island import Island
@@ -29,7 +29,7 @@ from learner_jax.leaves import HostLeaves, leaf_path
 from learner_jax.sharding import make_mesh
 from learner_jax.step import Programs, TrainState, build_programs
 from learner_jax.warm_start import model_config
-from runspec.core.spec.islands import island_spec
+from runspec.core.spec.role_names import island_spec
 from runspec.core.spec.schema import Outer, RunSpec
 from tests.learner_jax.test_document_runs import document_spec
 from verify.formats.islands import CommitRecord, Contribution, Dropped

@@ -28,9 +28,9 @@ from runspec.cli.evaluate import (
     shipped_names,
     suite_spec,
 )
+from runspec.core.entry_points import Asked, Measured
 from runspec.core.errors import BadUsage, UserError
-from runspec.core.evaluation_tools import Asked, Measured
-from runspec.core.models.spec_model import named_model
+from runspec.core.models.family import named_model
 from runspec.core.spec.schema import RunSpec, Source
 from runspec.local.backend import StopSignals
 from sampler.tasks.grading.answers import Answer

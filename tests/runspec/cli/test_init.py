@@ -15,7 +15,7 @@ import pytest
 
 from runspec.cli.init import MODELINES, TEMPLATES
 from runspec.cli.spec_files import sound_spec
-from runspec.core.models.spec_model import named_model
+from runspec.core.models.family import named_model
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.role_names import validator_names, worker_names
 from runspec.core.spec.schema import RunSpec

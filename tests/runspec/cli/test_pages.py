@@ -11,8 +11,8 @@ import pytest
 from runspec.cli.doctor import check_machine, check_spec_here, doctor_command
 from runspec.cli.explain import WIDTH, explain_command, find_pages, topics
 from runspec.cli.render import render_command
-from runspec.core import distribution
-from runspec.core.distribution import LISTS, install_command, list_command
+from runspec.core import entry_points
+from runspec.core.entry_points import LISTS, install_command, list_command
 from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.local.machine import Facts, Machine
 from tests.harness import ROOT, TARGET_SHORT
@@ -189,7 +189,7 @@ def test_it_names_the_list_of_packages_that_fits(tmp_path, monkeypatch, gpus, tp
     assert "vllm missing" in sampler.found
     assert install_command(f"sampler-{kind}") in sampler.remedy
     # and where there is no checkout, the wheel's extras are named
-    monkeypatch.setattr(distribution, "__file__", str(tmp_path / "a" / "b" / "c.py"))
+    monkeypatch.setattr(entry_points, "__file__", str(tmp_path / "a" / "b" / "c.py"))
     assert list_command(kind) == install_command(",".join(pinned.extras))
 
 

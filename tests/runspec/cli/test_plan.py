@@ -14,11 +14,10 @@ from runspec.cli.apply import apply_command
 from runspec.cli.diff import diff_command
 from runspec.cli.plan import plan_command
 from runspec.cli.spec_files import sound_spec
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import BadUsage, UserError
-from runspec.core.hashing import digest_bytes
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.load import SpecFiles, load_layers
-from runspec.core.spec.resolved import spec_digest, with_profiles
+from runspec.core.spec.load import SpecFiles, load_layers, spec_digest, with_profiles
 from runspec.core.spec.schema import RunSpec
 from runspec.local.planning import StalePlan
 from runspec.local.state import RunState

@@ -19,9 +19,9 @@ from runspec.core.address import JoinLink, parse_join_link, reachable
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.http_client import NoAnswer
-from runspec.core.keys import SigningKey
-from runspec.core.models.spec_model import model_config
-from runspec.core.spec.resolved import dump_resolved
+from runspec.core.models.family import model_config
+from runspec.core.signed import SigningKey
+from runspec.core.spec.load import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.local.endpoints import Endpoints, save_endpoints
 from runspec.local.machine import Facts, Machine

@@ -12,10 +12,9 @@ from bridge.weight_map import hf_shapes
 from runspec.core.errors import UserError
 from runspec.core.models.config import Dynamic, Linear, Llama3, ModelConfig, Yarn
 from runspec.core.models.decoder import hf_config
-from runspec.core.models.family import parse_config
+from runspec.core.models.family import model_names, named_model, parse_config
 from runspec.core.models.hardware import DEVICES, device_count, jax_device
 from runspec.core.models.parameters import parameter_count
-from runspec.core.models.spec_model import model_names, named_model
 from runspec.core.spec.schema import Hardware
 from runspec.core.tokenizer_files import ChatTemplate
 

@@ -8,12 +8,24 @@ from dataclasses import asdict
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from runspec.core.canonical import MAX_DEPTH, MalformedJson, canonical_json, parse_object
-from runspec.core.hashing import hash_parts
-from runspec.core.keys import SigningKey, is_public_key, signature_is_valid
+from runspec.core.canonical import (
+    MAX_DEPTH,
+    MalformedJson,
+    canonical_json,
+    hash_parts,
+    parse_object,
+)
 from runspec.core.latest import Latest, open_latest, sign_latest
 from runspec.core.roles import Roles, make_invite, open_invite, open_roles, sign_roles, use_invite
-from runspec.core.signed import BadSignature, SignedDocument, open_document, sign_document
+from runspec.core.signed import (
+    BadSignature,
+    SignedDocument,
+    SigningKey,
+    is_public_key,
+    open_document,
+    sign_document,
+    signature_is_valid,
+)
 from tests.weak_keys import PRIME, WEAK_KEYS, WeakKey
 
 KEY, STRANGER, ROOT = SigningKey.generate(), SigningKey.generate(), SigningKey.generate()

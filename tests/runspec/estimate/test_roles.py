@@ -12,14 +12,19 @@ from benchmarks import reference_run
 from benchmarks.reference_run import Inputs, Published
 from bridge.safetensors_io import write_safetensors
 from bridge.weight_map import hf_shapes
-from runspec.core.models.flops import forward_flops, step_flops, useful_flops
-from runspec.core.models.memory import MEMORY_UTILIZATION
-from runspec.core.models.parameters import parameter_count, trained_count
+from runspec.core.models.parameters import (
+    MEMORY_UTILIZATION,
+    forward_flops,
+    parameter_count,
+    step_flops,
+    trained_count,
+    useful_flops,
+)
 from runspec.core.spec.schema import Broadcast, Lora, Origin, Relay, RunSpec
 from runspec.estimate import broadcast, speed
 from runspec.estimate.assumed import changed_share
 from runspec.estimate.learner import learner_memory
-from runspec.estimate.sampler import sampler_memory, weight_bytes
+from runspec.estimate.speed import sampler_memory, weight_bytes
 from tests.runspec.supervised import shipped
 
 BASE, QWQ = shipped()

@@ -13,12 +13,12 @@ from rich.console import Console
 from bridge.weight_map import hf_shapes
 from runspec.cli.estimate_view import show_estimate
 from runspec.core.errors import UserError
-from runspec.core.models.flops import forward_flops, useful_flops
-from runspec.core.models.spec_model import model_config
+from runspec.core.models.family import model_config
+from runspec.core.models.parameters import forward_flops, useful_flops
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.assumed import REPORT_TRIPS, ROUND_TRIPS, SHARE_BYTES_S
+from runspec.estimate.inputs import hourly_prices
 from runspec.estimate.islands import IslandsEstimate
-from runspec.estimate.price import hourly_prices
 from runspec.estimate.speed import step_seconds
 from runspec.plan.estimate import RunEstimate, estimate_run
 from runspec.simulate.model import draws

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runspec.cli.spec_files import located
-from runspec.core.models.memory import CPU_HEAD_SIZES
+from runspec.core.models.parameters import CPU_HEAD_SIZES
 from runspec.core.spec.findings import format_finding
 from runspec.core.spec.layers import ParsedFiles
 from runspec.core.spec.load import SpecFiles

@@ -11,8 +11,8 @@ from pathlib import Path
 from runspec.cli.view import PlainView
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
-from runspec.core.keys import SigningKey
 from runspec.core.run_files import evaluation_file
+from runspec.core.signed import SigningKey
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec

@@ -15,12 +15,11 @@ import pytest
 
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
-from runspec.core.keys import SigningKey
+from runspec.core.models.family import model_config
 from runspec.core.models.hardware import device_count
-from runspec.core.models.spec_model import model_config
 from runspec.core.roles import sign_roles
-from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.resolved import dump_resolved
+from runspec.core.signed import SigningKey
+from runspec.core.spec.load import SpecFiles, dump_resolved
 from runspec.core.spec.schema import RunSpec, Tokenizer
 from runspec.lint.check import check_spec
 from runspec.local import planning

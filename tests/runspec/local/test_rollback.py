@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from runspec.cli.lifecycle import rollback_command
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
-from runspec.core.hashing import digest_bytes
 from runspec.core.object_store import ObjectPath
 from runspec.core.run_files import STATE_FILE, checkpoints_folder
-from runspec.core.spec.resolved import dump_resolved, load_resolved, spec_digest
+from runspec.core.spec.load import dump_resolved, load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.local import rollback
 from runspec.local.planning import STARTS_ANEW, make_plan, takes_any_change

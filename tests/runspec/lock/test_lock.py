@@ -11,8 +11,8 @@ import pytest
 from runspec.cli.apply import apply_command
 from runspec.cli.lock import lock_command
 from runspec.cli.spec_files import located
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes
 from runspec.core.spec import lock_file
 from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.lock_file import LOCK_VERSION, Lock, lock_path, read_lock, write_lock

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.spec_model import model_config
+from runspec.core.models.family import model_config
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec

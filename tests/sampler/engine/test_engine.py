@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runspec.core.errors import UserError
-from runspec.core.models.memory import MAX_SEQUENCES
+from runspec.core.models.parameters import MAX_SEQUENCES
 from sampler.engine.arguments import engine_arguments, find_pool, prepare_environment
 from sampler.engine.engine import Engine
 from sampler.engine.engine_client import EngineClient, Slots, Submission

@@ -15,10 +15,9 @@ import pytest
 
 from broadcast.store import publish
 from runspec.core.files import write_atomic
-from runspec.core.keys import SigningKey
 from runspec.core.run_files import evaluation_file, evaluation_files
-from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.resolved import dump_resolved
+from runspec.core.signed import SigningKey
+from runspec.core.spec.load import SpecFiles, dump_resolved
 from runspec.lint.check import check_spec
 from runspec.local.identity import make_identity
 from sampler.evaluation.ask import figures

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runspec.estimate.sampler import RECORDED_ROWS
+from runspec.estimate.speed import RECORDED_ROWS
 from sampler.engine.recorder import (
     RING,
     STEPS,

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from runspec.core.entry_points import Asked, evaluation_tool
 from runspec.core.errors import BadUsage, UserError
-from runspec.core.evaluation_tools import Asked, evaluation_tool
 from runspec.core.spec.schema import Evaluation
 from sampler.evaluation.ask import WORDS, Overlap, figures, interval, majority, overlaps, pass_at_k
 from sampler.evaluation.evaluator import Arrivals, Results, due, due_versions

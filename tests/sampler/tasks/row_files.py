@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runspec.core.spec.resolved import parse_resolved
+from runspec.core.spec.load import parse_resolved
 from runspec.core.spec.schema import RunSpec, Source
 from sampler.tasks.interfaces import Keep, Part
 from verify.formats.lease import Lease, assignments

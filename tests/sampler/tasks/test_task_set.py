@@ -20,9 +20,8 @@ from reasoning_gym.factory import DATASETS
 from tokenizers import Tokenizer
 
 from runspec.core.errors import UserError
-from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.load import SpecFiles, dump_resolved
 from runspec.core.spec.plugins import missing_plugins
-from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import Evaluation, RunSpec, SolveRate
 from runspec.core.spec.source_files import compare_data_digests, data_digest, source_files
 from runspec.lint.check import check_spec

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runspec.core.errors import UserError
-from runspec.core.keys import SigningKey
 from runspec.core.process import RunStopped
+from runspec.core.signed import SigningKey
 from sampler.engine.engine import EngineDied
 from sampler.role import RoleOptions
 from sampler.worker import start

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
+from runspec.core.signed import SigningKey
 from runspec.core.spec.schema import SamplerPool
 from sampler.engine.requests import Sampled
 from sampler.worker.rollouts import claim_rewards, make_rollouts, plan_rollouts

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from runspec.core.errors import UserError
-from runspec.core.keys import SigningKey
 from runspec.core.roles import make_invite
+from runspec.core.signed import SigningKey
 from runspec.core.spec.schema import RunSpec
 from sampler.engine.engine import EngineDied
 from sampler.engine.requests import GenerationAborted, LoadReport, NoVersion, Sampled, SampleRequest

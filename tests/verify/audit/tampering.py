@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runspec.core.hashing import hash_parts
-from runspec.core.keys import SigningKey
+from runspec.core.canonical import hash_parts
+from runspec.core.signed import SigningKey
 from tests.verify.coordinator.deployment import Site
 from tests.verify.coordinator.over_http import check, sample
 from verify.audit.findings import Report

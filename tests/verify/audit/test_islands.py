@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from runspec.core.files import write_atomic
-from runspec.core.keys import SigningKey
 from runspec.core.run_files import step_folder
-from runspec.core.spec.resolved import dump_resolved
+from runspec.core.signed import SigningKey
+from runspec.core.spec.load import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from tests.verify.audit.tampering import Copy, Fields
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
-from runspec.core.hashing import hash_parts
-from runspec.core.keys import SigningKey
+from runspec.core.canonical import hash_parts
 from runspec.core.roles import Roles
+from runspec.core.signed import SigningKey
 from runspec.core.spec.schema import Backlog as BacklogLimits
 from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import RUN

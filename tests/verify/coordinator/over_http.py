@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import httpx
 
-from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
+from runspec.core.canonical import digest_bytes
+from runspec.core.signed import SigningKey
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, verdict
 from verify.client import CoordinatorClient, WorkItem
 from verify.coordinator_http import ENVELOPE, sign_request

@@ -13,12 +13,11 @@ from urllib.request import urlopen
 
 import pytest
 
-from runspec.core.canonical import canonical_json
+from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
 from runspec.core.process import RunStopped
 from runspec.core.run_files import step_folder
+from runspec.core.signed import SigningKey
 from runspec.core.spec.schema import RunSpec
 from tests.verify.audit.tampering import work
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site

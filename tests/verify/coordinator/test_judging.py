@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runspec.core.keys import SigningKey
+from runspec.core.signed import SigningKey
 from tests.verify.coordinator.deployment import Site, verdict
 from tests.verify.coordinator.filled import journal_of, started
 from tests.verify.coordinator.over_http import claimed, post, sample, status

@@ -13,15 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from runspec.core.canonical import canonical_json
+from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
-from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
 from runspec.core.process import RunStopped
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import evaluation_file, submission_files
-from runspec.core.signed import sign_document
+from runspec.core.signed import SigningKey, sign_document
 from tests.ended_at_once import hears_sigterm_at_once
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec
 from tests.verify.coordinator.over_http import check, granted, post, sample, status

@@ -20,11 +20,10 @@ from typing import Any, BinaryIO
 from aiohttp import web
 from blake3 import blake3
 
-from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.canonical import MalformedJson, digest_bytes, is_digest, parse_object
 from runspec.core.connection_limits import connection_of
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
-from runspec.core.hashing import digest_bytes, is_digest
 from verify.coordinator_http import ENVELOPE, SignedRequest, Unauthorised
 
 UPLOAD_TIMEOUT_S = 600.0

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client.core import Metric
 
-from runspec.core.hashing import is_digest
+from runspec.core.canonical import is_digest
 from runspec.core.metrics import counter, gauge
 from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature

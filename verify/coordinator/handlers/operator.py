@@ -16,8 +16,8 @@ from typing import Any
 
 from aiohttp import web
 
+from runspec.core.canonical import is_digest
 from runspec.core.errors import UserError
-from runspec.core.hashing import is_digest
 from runspec.core.roles import Roles
 from runspec.core.run_files import METRICS_FILE, initial_model, submission_files
 from runspec.core.spec.schema import RunSpec

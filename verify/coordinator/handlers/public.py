@@ -24,9 +24,9 @@ from prometheus_client import (
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
-from runspec.core.hashing import digest_bytes
 from runspec.core.metrics import PREFIX, counter, gauge
 from runspec.core.run_files import EVALUATIONS_NAME, evaluation_file, evaluation_files
 from runspec.core.signed import BadSignature

@@ -21,9 +21,9 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from runspec.core.distribution import install_command
+from runspec.core.canonical import hash_parts
+from runspec.core.entry_points import install_command
 from runspec.core.errors import NotNow, UserError
-from runspec.core.hashing import hash_parts
 from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.ledger.store import (

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from runspec.core.errors import UserError
-from runspec.core.spec.islands import island_names, island_spec, step_overlap
-from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.resolved import dump_resolved, parse_resolved
+from runspec.core.spec.load import SpecFiles, dump_resolved, parse_resolved
+from runspec.core.spec.role_names import island_names, island_spec, step_overlap
 from runspec.core.spec.schema import Islands, RunSpec
 from runspec.lint.check import CheckedSpec, check_spec
 from tests.runspec.core.spec.spec_files import BASE, DOCUMENTS, lines, load, small_spec, write
