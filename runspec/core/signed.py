@@ -60,20 +60,14 @@ class SigningKey:
         Raises:
             UserError: it cannot be read, or holds another kind of key.
         """
+        remedy = "make keys with `python -m broadcast keygen DIR`"
         try:
             private = serialization.load_pem_private_key(path.read_bytes(), password=None)
         except (OSError, ValueError, TypeError) as error:
-            raise UserError(
-                f"cannot read a signing key: {error}",
-                place=str(path),
-                remedy="make keys with `python -m broadcast keygen DIR`",
-            ) from error
+            trouble = f"cannot read a signing key: {error}"
+            raise UserError(trouble, place=str(path), remedy=remedy) from error
         if not isinstance(private, Ed25519PrivateKey):
-            raise UserError(
-                "not an ed25519 key",
-                place=str(path),
-                remedy="make keys with `python -m broadcast keygen DIR`",
-            )
+            raise UserError("not an ed25519 key", place=str(path), remedy=remedy)
         return cls(private)
 
     def save(self, path: Path) -> None:
@@ -83,11 +77,8 @@ class SigningKey:
             FileExistsError: the file exists already.
             UserError: it cannot be written; no partial file is left.
         """
-        pem = self._private.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
+        how = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+        pem = self._private.private_bytes(*how, serialization.NoEncryption())
         with atomic_file(path, mode=0o600, overwrite=False, what="a signing key") as file:
             file.write(pem)
 
@@ -144,15 +135,8 @@ class SignedDocument:
 
 def sign_document(kind: str, payload: dict[str, Any], key: SigningKey) -> bytes:
     """Return the signed envelope as canonical JSON bytes."""
-    return canonical_json(
-        {
-            "kind": kind,
-            "payload": payload,
-            "key": key.public_hex,
-            "algorithm": ALGORITHM,
-            "signature": key.sign(_message(kind, payload)),
-        }
-    )
+    signed = {"kind": kind, "payload": payload, "key": key.public_hex, "algorithm": ALGORITHM}
+    return canonical_json(signed | {"signature": key.sign(_message(kind, payload))})
 
 
 def open_document(
