@@ -1,8 +1,9 @@
 """Follows a run, and sends what it shows to a tool, from the position that was noted last.
 
 The position is in `position.json` of the monitor's folder: the newest step whose figures and whose
-rollouts the tool has, and the evaluations. It is written before the next part is sent, so after a
-kill the newest part comes twice and nothing is left out.
+rollouts the tool has, and the evaluations. A tool may lose what it holds in memory when its process
+is killed with ours (W&B a block of 32 KiB), so the noted position is `_BEHIND_BYTES` of entries
+behind. After a kill these entries come twice, and nothing is left out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,6 +42,7 @@ SAMPLED_EVERY = 10
 """Steps between those whose rollouts are sent."""
 _AT_ONCE = 100
 """Entries of a part."""
+_BEHIND_BYTES = 128 * 1024
 _MOST_SCALARS = 2000
 _MOST_LETTERS = 4000
 """Of a prompt or an output."""
@@ -70,19 +73,27 @@ def follow(
         feed, monitor = Feed(run_dir, position), load_monitor(setting)
         own = folder if setting.dir is None else expand_user(Path(setting.dir)).absolute()
         plain = parse_object(dump_resolved(spec), max_bytes=MAX_BYTES)
+        # Before the tool has the record, so that the next start after a kill names the same one.
+        write_atomic(folder / POSITION_FILE, canonical_json(position))
         with _call(setting, "start", log):
             monitor.start(Target(spec.name, position["record"], plain, setting, own))
         log.info("logs to %s from step %d on", position["record"], position["step"] + 1)
-        ends = False
+        ends, sent_bytes = False, 0
+        noted = deque([(0, dict(position))])
+        """Bytes that were sent until a position, and the position; the first one is written."""
         while not ends:
             ends = stop.is_set() or holder(run_dir) is None or _has_all(position, spec)
             new = list(feed.look(last=ends))
             for begin in range(0, len(new), _AT_ONCE):
-                write_atomic(folder / POSITION_FILE, canonical_json(position))
+                while len(noted) > 1 and noted[1][0] + _BEHIND_BYTES <= sent_bytes:
+                    noted.popleft()
+                write_atomic(folder / POSITION_FILE, canonical_json(noted[0][1]))
                 with _call(setting, "send", log):
                     for entry, sent in new[begin : begin + _AT_ONCE]:
                         monitor.send(replace(entry, number=position["number"]))
                         position |= {**sent, "number": position["number"] + 1}
+                        sent_bytes += len(repr(entry))
+                        noted.append((sent_bytes, dict(position)))
                     monitor.flush()
             if not ends:
                 stop.wait(POLL_S)
