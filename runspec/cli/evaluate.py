@@ -24,7 +24,6 @@ from typing import Any
 
 from rich.console import Console
 
-from bridge.model_files import TOKENIZER_NAMES
 from runspec.cli.serve import (
     HOST,
     await_server,
@@ -40,6 +39,7 @@ from runspec.cli.spec_files import located
 from runspec.cli.view import plain_table
 from runspec.core.entry_points import KEY_VARIABLE, Asked, EvaluationTool, evaluation_tool
 from runspec.core.errors import BadUsage, UserError, one_line
+from runspec.core.models.config import TOKENIZER_NAMES
 from runspec.core.spec.load import SpecFiles, dump_resolved, load_layers
 from runspec.core.spec.role_names import evaluator_pool
 from runspec.core.spec.schema import RunSpec

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from bridge.model_files import TOKENIZER_NAMES
 from broadcast.manifest import WeightsManifest
 from runspec.cli.lifecycle import run_and_version
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
+from runspec.core.models.config import TOKENIZER_NAMES
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import CPU_BLOCK_TOKENS, MAX_SEQUENCES, cpu_kv_bytes
 from runspec.core.spec.load import load_resolved
