@@ -21,6 +21,7 @@ import numpy as np
 from learner_jax.advantage import group_advantages
 from learner_jax.manifests import REMEDY as _REMEDY
 from learner_jax.manifests import ManifestReader, manifest_digest, own_share
+from learner_jax.packing import ARRAYS
 from runspec.core.canonical import digest_bytes, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
@@ -87,6 +88,8 @@ MAX_TABLE_BYTES = verdict_format.MAX_BYTES
 @dataclass(frozen=True)
 class TrainingRollout:
     """One rollout as the learner trains on it."""
+
+    __pydantic_config__ = ARRAYS
 
     problem_id: str
     prompt_tokens: np.ndarray

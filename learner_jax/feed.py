@@ -7,30 +7,32 @@ process 0 needs the run's rollouts or documents. A batch goes to the others with
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
-from io import BytesIO
-from itertools import groupby
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+from pydantic import TypeAdapter
 
-from learner_jax.batch import Batch, TrainingRollout
 from learner_jax.corpus.packed import Corpus, CorpusRows, open_corpus
 from learner_jax.distributed import MAX_MESSAGE_BYTES, PeerFailed, Peers, Word
+from learner_jax.islands.mirror import MirroredReader
 from learner_jax.learner_run import LearnerRun
-from learner_jax.manifests import ManifestReader, StopSignal, manifest_digest, own_share
-from learner_jax.packing import TokenBatch
-from runspec.core.canonical import canonical_json, parse_object
+from learner_jax.manifests import ManifestReader, manifest_digest, own_share
 from runspec.core.errors import UserError
 from runspec.core.run_files import initial_model
-from verify.formats.batch import BatchGroup, BatchManifest, RangeManifest, RowRange
-from verify.formats.islands import IslandShare
-from verify.formats.tables import Column, Schema, decode_table, encode_table, text
+from verify.formats.batch import RangeManifest
+
+B = TypeVar("B")
+_LENGTH = 8
+"""Bytes of the length before a batch's JSON."""
+ROUND_S = 0.5
+"""While process 0 waits, the processes hear of each other this often."""
 
 
 @dataclass(frozen=True)
@@ -66,116 +68,58 @@ class DocumentReader(ManifestReader[RangeManifest]):
         model, cache = initial_model(run.folder), run.corpus_cache
         self.corpus: Corpus = open_corpus(run.spec, model, cache, run.log)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
-        self._ahead: tuple[RowRange, Future[CorpusRows]] | None = None
+        self._ahead: tuple[tuple[int, int], Future[CorpusRows]] | None = None
 
     def read(self, manifest: RangeManifest) -> DocumentBatch:
         """Read the rows that a manifest numbers for this learner."""
         share = own_share(manifest, self._island)
-        asked, ahead = RowRange(share.start, share.stop), self._ahead
-        if ahead is not None and ahead[0] == asked:
-            rows = ahead[1].result()
-        else:
-            rows = self.corpus.read(asked.first, asked.last)
+        asked, ahead = (share.start, share.stop), self._ahead
+        found = ahead[1].result() if ahead and ahead[0] == asked else self.corpus.read(*asked)
         count = manifest.rows.last - manifest.rows.first
-        following = RowRange(asked.first + count, asked.last + count)
-        read = self._thread.submit(self.corpus.read, following.first, following.last)
-        self._ahead = following, read
-        return DocumentBatch(manifest, rows)
+        following = asked[0] + count, asked[1] + count
+        self._ahead = following, self._thread.submit(self.corpus.read, *following)
+        return DocumentBatch(manifest, found)
 
 
-def encode_rows(rows: CorpusRows, manifest: RangeManifest | None = None) -> bytes:
-    """The bytes of rows; `decode_rows` gives them back bit for bit."""
-    said = b"" if manifest is None else canonical_json(asdict(manifest))
-    data = BytesIO()
-    arrays = {**vars(rows.batch), "weights": rows.weights}
-    np.savez(data, allow_pickle=False, manifest=np.frombuffer(said, np.uint8), **arrays)
-    return data.getvalue()
+def encode(batch: Any) -> bytes:
+    """The bytes of a dataclass with arrays in it; `decode` gives it back bit for bit.
+
+    They are the JSON of all but the arrays, with its length before it, and then the arrays.
+    """
+    arrays: list[np.ndarray] = []
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return vars(value)
+        arrays.append(value)
+        return {"dtype": value.dtype.str, "shape": value.shape}
+
+    said = json.dumps(batch, default=plain).encode()
+    said += b" " * (-len(said) % _LENGTH)
+    parts = (array.tobytes() for array in arrays)
+    return b"".join([len(said).to_bytes(_LENGTH, "little"), said, *parts])
 
 
-def encode_documents(batch: DocumentBatch) -> bytes:
-    """The bytes of a batch; `decode_documents` gives it back bit for bit."""
-    return encode_rows(batch.rows, batch.manifest)
-
-
-def decode_rows(data: bytes) -> CorpusRows:
-    """Read the rows that `encode_rows` wrote in process 0."""
-    with np.load(BytesIO(data), allow_pickle=False) as found:
-        names = (field.name for field in fields(TokenBatch))
-        return CorpusRows(TokenBatch(*(found[name] for name in names)), found["weights"])
-
-
-def decode_documents(data: bytes) -> DocumentBatch:
-    """Read the batch that `encode_documents` wrote in process 0."""
-    with np.load(BytesIO(data), allow_pickle=False) as found:
-        said = parse_object(found["manifest"].tobytes(), max_bytes=len(data))
-    rows = RowRange(**said.pop("rows"))
-    shares = [IslandShare(**share) for share in said.pop("shares")]
-    return DocumentBatch(RangeManifest(**said, rows=rows, shares=shares), decode_rows(data))
-
-
-B = TypeVar("B")
-Read = TypeVar("Read", covariant=True)
-SCHEMA = Schema(
-    "runspec batch 1",
-    (
-        text("manifest"),
-        Column("group", "I32"),
-        text("problem_id"),
-        Column("prompt_tokens", "I32", ("index", "offsets")),
-        Column("output_tokens", "I32", ("offsets",)),
-        Column("mu", "F32", ("offsets",)),
-        Column("advantage", "F64"),
-        Column("task_reward", "F64"),
-        Column("reward", "F64"),
-        Column("target", "I32", ("valid",)),
-        Column("version", "I32"),
-    ),
-)
-_MAX_BYTES = 1 << 40
-"""No bound: the bytes are process 0's, and `feed` bounds them."""
-ROUND_S = 0.5
-"""While process 0 waits, the processes hear of each other this often."""
-
-
-def encode_batch(batch: Batch) -> bytes:
-    """The bytes of a batch; `decode_batch` gives it back bit for bit."""
-    rollouts = batch.rollouts
-    names = [field.name for field in fields(TrainingRollout)]
-    columns = {name: [getattr(rollout, name) for rollout in rollouts] for name in names}
-    columns["manifest"] = [canonical_json(asdict(batch.manifest)).decode()] * len(rollouts)
-    columns["group"] = [
-        number for number, group in enumerate(batch.groups, batch.first) for _ in group
-    ]
-    return encode_table(columns, SCHEMA)
-
-
-def decode_batch(data: bytes) -> Batch:
-    """Reads a batch.
+def decode(data: bytes, kind: type[B]) -> B:
+    """Read what `encode` wrote in process 0; arrays are views of the data.
 
     Raises:
-        MalformedTable: bytes that `encode_batch` did not make.
+        ValueError, TypeError: bytes that it did not write.
     """
-    columns = decode_table(data, SCHEMA, max_rows=len(data), max_bytes=_MAX_BYTES)
-    (manifest, *_), numbers = columns.pop("manifest"), columns.pop("group")
-    said = parse_object(manifest.encode(), max_bytes=len(data))
-    groups = [BatchGroup(**group) for group in said.pop("groups")]
-    shares = [IslandShare(**share) for share in said.pop("shares")]
-    rows = zip(numbers, zip(*columns.values(), strict=True), strict=True)
-    return Batch(
-        BatchManifest(**said, groups=groups, shares=shares),
-        [[TrainingRollout(*row) for _, row in own] for _, own in groupby(rows, lambda row: row[0])],
-        first=numbers[0],
-    )
+    at = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
 
+    def filled(value: dict[str, Any]) -> Any:
+        nonlocal at
+        if value.keys() != {"dtype", "shape"}:
+            return value
+        array = np.ndarray(value["shape"], value["dtype"], data, at)
+        at += array.nbytes
+        return array
 
-class Reader(Protocol[Read]):
-    """Reads the batches of a run from its files, in process 0."""
-
-    def wait(self, step: int, stop: StopSignal, log: logging.Logger) -> Any | None:
-        """Wait for the manifest of a step; None when `stop` was set meanwhile."""
-
-    def read(self, manifest: Any) -> Read:
-        """Read what a manifest names."""
+    said = json.loads(data[_LENGTH:at], object_hook=filled)
+    if at != len(data):
+        raise ValueError(f"{len(data) - at} bytes after the last array")
+    return TypeAdapter(kind).validate_python(said, strict=False)
 
 
 class BatchFeed(Generic[B]):
@@ -186,20 +130,19 @@ class BatchFeed(Generic[B]):
         peers: the processes.
         stop: set when this process is told to end; one that is told ends all.
         log: told of waits.
-        encode, decode: a batch to bytes, and back bit for bit.
+        kind: type of a batch.
     """
 
     def __init__(
         self,
-        reader: Reader[B] | None,
+        reader: ManifestReader[Any] | MirroredReader | None,
         peers: Peers,
         stop: threading.Event,
         log: logging.Logger,
-        encode: Callable[[B], bytes],
-        decode: Callable[[bytes], B],
+        kind: type[B],
     ) -> None:
         self._reader, self._peers, self._stop, self._log = reader, peers, stop, log
-        self._encode, self._decode = encode, decode
+        self._kind = kind
 
     def next(self, step: int, waited: Callable[[str], None]) -> B | None:
         """Collective: the batch of a step; None when a process was told to end.
@@ -220,11 +163,16 @@ class BatchFeed(Generic[B]):
         waited("coordinator")
         if word is Word.STOP:
             return None
-        batch = self._decode(self._peers.broadcast(b"", size))
+        batch = decode(self._peers.broadcast(b"", size), self._kind)
         waited("input")
         return batch
 
-    def _read(self, reader: Reader[B], step: int, waited: Callable[[str], None]) -> B | None:
+    def _read(
+        self,
+        reader: ManifestReader[Any] | MirroredReader,
+        step: int,
+        waited: Callable[[str], None],
+    ) -> B | None:
         """In process 0."""
         stop = _AnyStop(self._stop, self._peers)
         try:
@@ -232,7 +180,7 @@ class BatchFeed(Generic[B]):
             waited("coordinator")
             batch = None if manifest is None else reader.read(manifest)
             sent = batch is not None and self._peers.count > 1
-            data = self._encode(batch) if batch is not None and sent else b""
+            data = encode(batch) if sent else b""
             if len(data) > MAX_MESSAGE_BYTES:
                 raise UserError(
                     f"the batch of step {step} has {len(data)} bytes, {MAX_MESSAGE_BYTES} at most",

@@ -6,7 +6,7 @@ Prometheus is served the newest row, and totals since the process began.
 from __future__ import annotations
 
 import json
-import os
+import mmap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,8 +17,6 @@ from prometheus_client.registry import Collector
 
 from runspec.core.errors import UserError
 from runspec.core.metrics import counter, gauge
-
-_BLOCK = 64 * 1024
 
 
 class JsonLines:
@@ -32,7 +30,6 @@ class JsonLines:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-        _drop_torn_line(path)
         self.last_step = _last_step(path)
         """The newest step that has lines; -1 for none."""
 
@@ -95,33 +92,17 @@ class Clock:
         return elapsed
 
 
-def _drop_torn_line(path: Path) -> None:
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        keep = _after_last_newline(file, end)
-        if keep != end:
-            file.truncate(keep)
-
-
-def _after_last_newline(file: Any, end: int) -> int:
-    while end > 0:
-        start = max(0, end - _BLOCK)
-        file.seek(start)
-        at = file.read(end - start).rfind(b"\n")
-        if at >= 0:
-            return start + at + 1
-        end = start
-    return 0
-
-
 def _last_step(path: Path) -> int:
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        if end == 0:
+    """Drop a torn line from the end of a file; return the step of the last whole one."""
+    with path.open("r+b") as file:
+        if not path.stat().st_size:
             return -1
-        start = _after_last_newline(file, end - 1)
-        file.seek(start)
-        line = file.read()
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            end = data.rfind(b"\n") + 1
+            line = data[data.rfind(b"\n", 0, max(end - 1, 0)) + 1 : end]
+        file.truncate(end)
+    if not end:
+        return -1
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError) as error:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import IO, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from learner_jax.leaves import load_params
@@ -181,8 +182,6 @@ def score_lines(
 ) -> Iterator[np.ndarray]:
     """Log-probs, at temperature 1, of tokens 2..n of every line given those before them.
 
-    Lines are packed into rows of one shape, so one program is compiled.
-
     Args:
         params: the model on `execution.mesh`.
         config: its shape.
@@ -199,33 +198,58 @@ def score_lines(
     multiple = ROW_MULTIPLE * context
     tokens = -(-max(longest, min(MICROBATCH_TOKENS // 4, total // shards)) // multiple) * multiple
     rows = shards * max(1, MICROBATCH_TOKENS * context // tokens)
-    for window in _windows(lines):
+    program = partial(token_scores, config=config, execution=execution)
+    found = in_rows(program, params, execution.mesh, lines, tokens, rows, WINDOW_TOKENS)
+    return (logprobs[:-1] for logprobs in found)
+
+
+def in_rows(
+    program: Callable[[Any, TokenBatch], Array],
+    params: Any,
+    mesh: Mesh,
+    sequences: Iterable[np.ndarray],
+    tokens: int,
+    rows: int,
+    together: int,
+) -> Iterator[np.ndarray]:
+    """Yield what a program computes at the positions of each sequence, [n, ...], in order.
+
+    Sequences are packed into rows of one shape, so one program is compiled.
+
+    Args:
+        program: from parameters and a microbatch to values [rows, tokens, ...].
+        params: the model on the mesh.
+        mesh: cuts the rows.
+        sequences: int32 [n] each, n at least 2.
+        tokens, rows: shape of a microbatch.
+        together: tokens that are packed together, and in memory at a time.
+    """
+    shards, left = mesh.shape["data"] * mesh.shape["fsdp"], iter(sequences)
+    while some := list(_some(left, together)):
         packed = pack(
-            [Sample(ids[:1], ids[1:]) for ids in window], tokens=tokens, rows=rows, shards=shards
+            [Sample(ids[:1], ids[1:]) for ids in some], tokens=tokens, rows=rows, shards=shards
         )
-        batches = (
-            shard_batch(packed.token_batch(index), execution.mesh)
+        values = [
+            np.asarray(program(params, shard_batch(packed.token_batch(index), mesh)))
             for index in range(packed.microbatches)
-        )
-        found = [np.asarray(_logprobs(params, batch, config, execution)) for batch in batches]
-        yield from packed.gather(np.stack(found))
+        ]
+        for ids, at in zip(some, packed.placements, strict=True):
+            yield values[at.microbatch][at.row, at.start : at.start + len(ids)]
 
 
-def _windows(lines: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    window: list[np.ndarray] = []
+def _some(sequences: Iterator[np.ndarray], together: int) -> Iterator[np.ndarray]:
+    """Yield sequences of `together` tokens, or what is left."""
     size = 0
-    for ids in lines:
-        window.append(ids)
+    for ids in sequences:
+        yield ids
         size += len(ids)
-        if size >= WINDOW_TOKENS:
-            yield window
-            window, size = [], 0
-    if window:
-        yield window
+        if size >= together:
+            return
 
 
 @partial(jax.jit, static_argnames=("config", "execution"))
-def _logprobs(
-    params: Any, batch: TokenBatch, config: ModelConfig, execution: Execution
+def token_scores(
+    params: Any, batch: TokenBatch, *, config: ModelConfig, execution: Execution
 ) -> Float[Array, "B T"]:
+    """Log-probs of the targets at temperature 1."""
     return policy_logprobs(bind(config, params), batch, execution, temperature=1.0)[0]

@@ -28,7 +28,6 @@ from learner_jax.islands.joining import Behind, Stopped
 from learner_jax.learner_run import IslandLink, LearnerRun
 from learner_jax.metrics import Clock
 from learner_jax.recipes import Recipe, recipe_of
-from learner_jax.report import Times
 from learner_jax.saver import Saver
 from learner_jax.sharding import full_float32, make_mesh
 from learner_jax.step import Programs, build_programs
@@ -165,10 +164,10 @@ class _Loop:
             self.version = self._island.version
             self._publish()
         if result is not None:
-            times = Times(*self._clock.take())
+            times = self._clock.take()
             if self._recipe.records is not None:
                 self._recipe.records.write(
-                    *(batch, result, times),
+                    *(batch, result, *times),
                     replay_difference=self._versions.difference,
                     islands=self._island.last,
                     held_out_nll=self._recipe.held_out_nll,

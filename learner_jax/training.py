@@ -1,4 +1,4 @@
-"""One step on the mesh: rollouts in, updated state and the step's numbers out.
+"""One step on the mesh: rollouts or documents in, updated state and the step's numbers out.
 
 All programs are dispatched without looking at what they computed, so that the devices never wait
 for the host between updates; the host looks once, at the end.
@@ -18,11 +18,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from learner_jax.batch import Batch, TrainingRollout
+from learner_jax.batch import Batch
+from learner_jax.corpus.packed import CorpusRows
 from learner_jax.loss import token_weights
 from learner_jax.packing import LossInputs, Sample, TokenBatch, pack
 from learner_jax.sharding import shard_batch
 from learner_jax.step import Programs, TrainState, Update, microbatch_bound
+from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
 from runspec.core.spec.schema import RunSpec
 
@@ -31,33 +33,20 @@ NAMED = 8
 
 
 @dataclass(frozen=True)
-class RolloutName:
-    """Where a person finds a rollout again."""
-
-    submission: str
-    """Digest of its submission."""
-    group: int
-    sample: int
-
-    def __str__(self) -> str:
-        return f"{self.submission[:16]} group {self.group} sample {self.sample}"
-
-
-@dataclass(frozen=True)
 class SkippedUpdate:
     """An update that was not made."""
 
     update: int
     """Number of the update in the step, from 0."""
-    rollouts: tuple[RolloutName | str, ...]
-    """Those with a number that is not finite, or rows of documents with one; all of the update
-    where no number tells."""
+    names: tuple[str, ...]
+    """Names of the rollouts, or rows of documents, with a number that is not finite; of all in the
+    update where no number tells."""
     identified: bool
     """Whether their numbers identify them."""
 
     def __str__(self) -> str:
-        names = "; ".join(str(name) for name in self.rollouts[:NAMED])
-        more = f" and {len(self.rollouts) - NAMED} more" if len(self.rollouts) > NAMED else ""
+        names = "; ".join(self.names[:NAMED])
+        more = f" and {len(self.names) - NAMED} more" if len(self.names) > NAMED else ""
         which = (
             "numbers that are not finite in" if self.identified else "finite log-probs, in it were"
         )
@@ -93,8 +82,8 @@ class Share:
     """Inputs of the loss; log-probs are from before the first update."""
     microbatches: int
     """Those that train a token; the rest of M is padding."""
-    names: Sequence[RolloutName | str]
-    """Of the rollouts, or of the rows of documents."""
+    names: Sequence[str]
+    """Names of the rollouts, or of the rows of documents, for messages."""
     by_name: Callable[[np.ndarray], Sequence[np.ndarray]]
     """Values of each name, from values [M, rows, tokens]."""
 
@@ -124,10 +113,20 @@ def train_step(
         RunStopped: more than `optimizer.max_skipped` updates in a row were not finite.
     """
     begun = time.perf_counter()
+    groups = [
+        [(f"{named.submission[:16]} group {named.group} sample {i}", r) for i, r in enumerate(own)]
+        for named, own in zip(batch.named, batch.groups, strict=True)
+    ]
+    parts = spec.grpo.updates_per_step
+    bounds = [round(i * len(groups) / parts) for i in range(parts + 1)]
     # All of pi_old before the first update: that is what makes it the version's.
     shares = []
-    for named in _split(batch, spec.grpo.updates_per_step):
-        names, rollouts = zip(*named, strict=True)
+    for start, stop in pairwise(bounds):
+        if start == stop:  # an incomplete step may have fewer groups than parts
+            continue
+        names, rollouts = zip(
+            *(each for group in groups[start:stop] for each in group), strict=True
+        )
         packed = pack(
             [Sample(rollout.prompt_tokens, rollout.output_tokens) for rollout in rollouts],
             tokens=spec.learner.packing.tokens,
@@ -152,27 +151,80 @@ def train_step(
         shares.append(Share(tokens, inputs, count, names, packed.gather))
     jax.block_until_ready([share.inputs for share in shares])
     scored = time.perf_counter()
-    what = f"step {batch.manifest.step}"
-    state, numbers, skipped = make_updates(spec, what, programs, state, shares, base)
-    return StepResult(
-        state,
-        numbers,
-        skipped,
+    what, size = f"step {batch.manifest.step}", shares[0].tokens.tokens[0].size
+    return _make_updates(
+        *(spec, what, programs, state, shares, base),
         tokens=sum(len(r.prompt_tokens) + len(r.output_tokens) for r in batch.rollouts),
-        positions=sum(s.microbatches * s.tokens.tokens[0].size for s in shares),
-        update_s=time.perf_counter() - scored,
+        positions=sum(share.microbatches for share in shares) * size,
+        begun=scored,
         score_s=scored - begun,
     )
 
 
-def make_updates(
+def supervised_step(
+    spec: RunSpec,
+    mesh: Mesh,
+    programs: Programs,
+    state: TrainState,
+    rows: CorpusRows,
+    *,
+    base: Any | None = None,
+) -> StepResult:
+    """Makes `updates_per_step` optimizer updates, each from its contiguous share of the rows.
+
+    Args:
+        spec, mesh, programs: of the run.
+        state: of the version being trained; used up.
+        rows: int32 [R, tokens], R = updates_per_step * tokens_per_update / packing.tokens.
+        base: the frozen weights under adapters; None where the weights are trained.
+
+    Raises:
+        RunStopped: more than `optimizer.max_skipped` updates in a row were not finite.
+        UserError: the rows of an update train no token.
+    """
+    begun = time.perf_counter()
+    updates, packing = spec.algorithm.updates_per_step, spec.learner.packing
+    shape = (updates, microbatch_bound(spec), packing.rows, packing.tokens)
+    batch = jax.tree.map(lambda x: x.reshape(shape), rows.batch)
+    names = [f"row {number} of the update" for number in range(shape[1] * shape[2])]
+    shares = []
+    for update, weights in enumerate(rows.weights.reshape(shape)):
+        total = float(weights.sum(dtype=np.float64))
+        if total == 0.0:
+            raise UserError(
+                "the rows of an update train no token",
+                place="data.sources",
+                remedy="see that the conversations have an assistant's part",
+            )
+        own = (weights / total).astype(weights.dtype)
+        # The last microbatches of an update may train no token: they are not computed.
+        real = int(np.flatnonzero(own.any(axis=(1, 2)))[-1]) + 1
+        tokens = jax.tree.map(lambda x, at=update: x[at], batch)
+        on_mesh = shard_batch((tokens, LossInputs(own)), mesh)
+        shares.append(
+            Share(*on_mesh, real, names, lambda values: [*values.reshape(-1, packing.tokens)])
+        )
+    return _make_updates(
+        *(spec, "a step", programs, state, shares, base),
+        tokens=int((rows.batch.segment_ids > 0).sum()),
+        positions=rows.weights.size,
+        begun=begun,
+    )
+
+
+def _make_updates(
     spec: RunSpec,
     what: str,
     programs: Programs,
     state: TrainState,
     shares: Sequence[Share],
     base: Any | None,
-) -> tuple[TrainState, dict[str, float], tuple[SkippedUpdate, ...]]:
+    *,
+    tokens: int,
+    positions: int,
+    begun: float,
+    score_s: float = 0.0,
+) -> StepResult:
     """Make an optimizer update of each share.
 
     Attention does not cross samples, so a rollout or a document spoils only its own log-probs:
@@ -184,9 +236,8 @@ def make_updates(
         state: used up.
         shares: in training order.
         base: the frozen weights under adapters; None where the weights are trained.
-
-    Returns:
-        The new state, the numbers of the step, and the updates that were not made.
+        tokens, positions, score_s: see `StepResult`.
+        begun: when the updates began, by `time.perf_counter`.
 
     Raises:
         RunStopped: more than `optimizer.max_skipped` updates in a row were not finite.
@@ -219,7 +270,51 @@ def make_updates(
             place="optimizer.max_skipped",
             remedy="lower optimizer.lr or clip_norm; the newest full state is from before this",
         )
-    return state, step_numbers(outcomes), tuple(skipped)
+    numbers, update_s = step_numbers(outcomes), time.perf_counter() - begun
+    return StepResult(state, numbers, tuple(skipped), tokens, positions, update_s, score_s)
+
+
+def held_out_loss(
+    spec: RunSpec, mesh: Mesh, programs: Programs, weights: Any, rows: CorpusRows
+) -> float:
+    """Sum of -log p over the trained tokens of rows, in nats, whatever their weight.
+
+    Args:
+        spec, mesh, programs: of the run.
+        weights: parameters in `broadcast.dtype`, as they are published.
+        rows: int32 [R, tokens], any number of them.
+    """
+    scores = score_rows(spec, mesh, programs, weights, rows.batch)
+    return -float(scores[rows.weights > 0].sum(dtype=np.float64))
+
+
+def score_rows(
+    spec: RunSpec, mesh: Mesh, programs: Programs, weights: Any, batch: TokenBatch
+) -> np.ndarray:
+    """Log-probs of the targets of rows, float32 [R, tokens]; 0 where no target is.
+
+    Args:
+        spec, mesh, programs: of the run.
+        weights: parameters.
+        batch: numpy int32 [R, tokens], any number of rows.
+    """
+    packing, bound = spec.learner.packing, microbatch_bound(spec)
+    at_once, count = bound * packing.rows, len(batch.tokens)
+    missing = -count % at_once
+    filled = TokenBatch(
+        *(
+            np.pad(x, ((0, missing), (0, 0)), constant_values=fill)
+            for x, fill in zip(vars(batch).values(), (0, -1, 0, 0), strict=True)
+        )
+    )
+    cut = jax.tree.map(lambda x: x.reshape(-1, bound, packing.rows, packing.tokens), filled)
+    found = []
+    for part in range(len(cut.tokens)):
+        real = min(bound, -(-(count - part * at_once) // packing.rows))
+        on_mesh = shard_batch(jax.tree.map(lambda x, at=part: x[at], cut), mesh)
+        scores = programs.score(weights, on_mesh, real)
+        found.append(multihost_utils.process_allgather(scores, tiled=True))
+    return np.concatenate(found).reshape(-1, packing.tokens)[:count]
 
 
 def compile_ahead(
@@ -243,18 +338,6 @@ def compile_ahead(
     programs.apply.lower(state, total).compile()  # type: ignore[attr-defined]
     if scored is not None:
         jax.block_until_ready(programs.score(scored, tokens, 0))
-
-
-def _split(batch: Batch, parts: int) -> list[list[tuple[RolloutName, TrainingRollout]]]:
-    """Rollouts of contiguous shares of the groups, as equal as can be, none empty: an incomplete
-    step may have fewer than `parts`."""
-    groups = [
-        [(RolloutName(named.submission, named.group, i), each) for i, each in enumerate(rollouts)]
-        for named, rollouts in zip(batch.named, batch.groups, strict=True)
-    ]
-    bounds = [round(i * len(groups) / parts) for i in range(parts + 1)]
-    shares = ([each for group in groups[a:b] for each in group] for a, b in pairwise(bounds))
-    return [share for share in shares if share]
 
 
 def step_numbers(outcomes: Sequence[tuple[Any, Update]]) -> dict[str, float]:

@@ -32,7 +32,7 @@ from learner_jax.packing import Packed, Sample, pack, row_bound
 from learner_jax.sampling import log_accuracy, sampled_right
 from learner_jax.sharding import full_float32, make_mesh, shard_params
 from learner_jax.step import Programs, build_programs, microbatch_bound
-from learner_jax.supervised import score_rows, supervised_step
+from learner_jax.training import score_rows, supervised_step
 from runspec.core.canonical import (
     MalformedJson,
     canonical_json,

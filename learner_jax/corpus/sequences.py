@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, tee
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,10 +23,9 @@ from tokenizers import Tokenizer
 
 from learner_jax.corpus.documents import Counts, Document, Kind, read_all, reported
 from learner_jax.model import bind
-from learner_jax.packing import Sample, TokenBatch, pack
-from learner_jax.score import ROW_MULTIPLE, load_model, writable
-from learner_jax.sharding import Execution, shard_batch
-from learner_jax.step import policy_logprobs
+from learner_jax.packing import TokenBatch
+from learner_jax.score import ROW_MULTIPLE, in_rows, load_model, token_scores, writable
+from learner_jax.sharding import Execution
 from runspec.core.errors import UserError
 from runspec.core.files import atomic_file, write_atomic
 from runspec.core.models.config import ModelConfig
@@ -110,53 +109,9 @@ class LoadedModel:
     tokenizer: Tokenizer
 
 
-def computed(
-    program: Callable[[Any, TokenBatch], Array],
-    model: LoadedModel,
-    found: Iterator[Window],
-    context: int,
-) -> Iterator[tuple[Window, np.ndarray]]:
-    """Yield each window with what `program` computes at its positions, [n, ...].
-
-    Args:
-        program: from parameters and a microbatch to values [rows, tokens, ...].
-        model: the model on its mesh.
-        found: the windows.
-        context: longest window, in tokens.
-    """
-    mesh = model.execution.mesh
-    assert mesh is not None
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    multiple = ROW_MULTIPLE * mesh.shape["context"]
-    tokens = -(-max(ROW_TOKENS, context) // multiple) * multiple
-    while some := list(_some(found)):
-        packed = pack(
-            [Sample(window.ids[:1], window.ids[1:]) for window in some],
-            tokens=tokens,
-            rows=shards,
-            shards=shards,
-        )
-        values = [
-            np.asarray(program(model.params, shard_batch(packed.token_batch(index), mesh)))
-            for index in range(packed.microbatches)
-        ]
-        for window, at in zip(some, packed.placements, strict=True):
-            yield window, values[at.microbatch][at.row, at.start : at.start + len(window.ids)]
-
-
-def _some(found: Iterator[Window]) -> Iterator[Window]:
-    """Yield windows of `PACKED_TOKENS` tokens, or what is left."""
-    size = 0
-    for window in found:
-        yield window
-        size += len(window.ids)
-        if size >= PACKED_TOKENS:
-            return
-
-
 def bits(model: LoadedModel, documents: Iterable[Document], context: int) -> Iterator[Measured]:
     """Yield the bits of each document: - log2 p of its tokens, each given those before it."""
-    for name, pairs in _by_document(_logprobs, model, documents, context):
+    for name, pairs in _by_document(token_scores, model, documents, context):
         tokens, characters, nats = 0, 0, 0.0
         for window, logprobs in pairs:
             counted = window.counted[1:]
@@ -189,18 +144,23 @@ def _by_document(
             names.append(document.name)
             yield document
 
-    found = windows(named(), model.tokenizer, model.config, context)
-    bound = partial(program, config=model.config, execution=model.execution)
-    pairs = computed(bound, model, found, context)
+    mesh = model.execution.mesh
+    assert mesh is not None, "`load_model` gives one"
+    multiple = ROW_MULTIPLE * mesh.shape["context"]
+    tokens = -(-max(ROW_TOKENS, context) // multiple) * multiple
+    found, read = tee(windows(named(), model.tokenizer, model.config, context))
+    values = in_rows(
+        partial(program, config=model.config, execution=model.execution),
+        model.params,
+        mesh,
+        (window.ids for window in read),
+        tokens,
+        mesh.shape["data"] * mesh.shape["fsdp"],
+        PACKED_TOKENS,
+    )
+    pairs = zip(found, values, strict=True)
     for number, of_document in groupby(pairs, lambda pair: pair[0].document):
         yield names[number], of_document
-
-
-@partial(jax.jit, static_argnames=("config", "execution"))
-def _logprobs(
-    params: Any, batch: TokenBatch, *, config: ModelConfig, execution: Execution
-) -> Float[Array, "B T"]:
-    return policy_logprobs(bind(config, params), batch, execution, temperature=1.0)[0]
 
 
 @partial(jax.jit, static_argnames=("config", "execution"))

@@ -22,9 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from broadcast.client import WeightsClient
-from learner_jax.feed import Reader
 from learner_jax.learner_run import IslandLink, LearnerRun
-from learner_jax.manifests import POLL_S, StopSignal, open_manifest, own_share
+from learner_jax.manifests import (
+    POLL_S,
+    ManifestReader,
+    StopSignal,
+    open_manifest,
+    own_share,
+)
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
@@ -292,7 +297,7 @@ class MirroredReader:
         reader: reads the files, once they are here.
     """
 
-    def __init__(self, run: LearnerRun, reader: Reader[Any]) -> None:
+    def __init__(self, run: LearnerRun, reader: ManifestReader[Any]) -> None:
         link = run.link
         assert link is not None, "an island"
         key, root = SigningKey.load(link.key), run.root_public_key()

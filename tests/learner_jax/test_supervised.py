@@ -20,8 +20,7 @@ from learner_jax.model import abstract_params
 from learner_jax.packing import LossInputs, Sample, TokenBatch, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import Programs, TrainState, build_programs, microbatch_bound
-from learner_jax.supervised import held_out_loss, supervised_step
-from learner_jax.training import StepResult
+from learner_jax.training import StepResult, held_out_loss, supervised_step
 from runspec.core.errors import UserError
 from runspec.core.models.parameters import KEPT_LOGITS
 from runspec.core.spec.schema import Mesh, Packing, Remat, RunSpec
@@ -326,7 +325,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_its_rows_are_named():
     # and it is counted, its row is named, and the numbers are those of the first
     (skipped,) = result.skipped
     assert (skipped.update, skipped.identified) == (1, True)
-    assert skipped.rollouts == (f"row {row} of the update",)
+    assert skipped.names == (f"row {row} of the update",)
     assert f"finite in row {row} of the update" in str(skipped)
     assert result.numbers["skipped_updates"] == 1 and np.isfinite(result.numbers["loss"])
     assert result.numbers["nonfinite_tokens"] > 0
