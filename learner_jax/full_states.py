@@ -241,41 +241,39 @@ class StateWriter:
         """
         if step == self._newest:
             return
-        self._newest = step
+        self._newest, run = step, self._run
         info = StateInfo(
             step=step,
             batch=batch,
-            seed=self._run.spec.seed,
+            seed=run.spec.seed,
             reference=self._reference,
             corpus=self._corpus,
             published=self._versions.published,
-            fingerprint=self._run.fingerprint,
+            fingerprint=run.fingerprint,
         )
-        self._saver.run(f"the full state of step {step}", lambda: self._begin(info, state, beside))
 
-    def _begin(
-        self, info: StateInfo, state: TrainState, beside: Mapping[str, np.ndarray]
-    ) -> Finish:
+        def begin() -> Finish:
+            keep = run.spec.checkpoints.keep
+            write = save_state(run.states, info, state, keep=keep, beside=beside)
+
+            def finish() -> None:
+                write()
+                self._drop_rollouts(step)
+
+            return finish
+
+        self._saver.run(f"the full state of step {step}", begin)
+
+    def _drop_rollouts(self, step: int) -> None:
+        """Remove the rollout files of steps that nobody needs, except their batch manifests."""
         run, spec = self._run, self._run.spec
-        folder = run.states
-        write = save_state(folder, info, state, keep=spec.checkpoints.keep, beside=beside)
-
-        def finish() -> None:
-            write()
-            if run.peers.first:
-                # A step trains rollouts leased up to `async_level` steps before it.
-                lag = 0 if spec.supervised else spec.grpo.async_level
-                needed, kept = state_steps(folder)[0] - lag, spec.storage.rollouts
-                passed = needed if kept is None else min(needed, info.step - kept)
-                _drop_rollouts(run.folder, passed)
-
-        return finish
-
-
-def _drop_rollouts(run_dir: Path, passed: int) -> None:
-    """Remove the rollout files of steps before `passed`, except their batch manifests."""
-    for old in numbered(run_dir / "rollouts", "step_"):
-        if old < passed:
-            for path in step_folder(run_dir, old).iterdir():
+        if not run.peers.first:
+            return
+        # A step trains rollouts leased up to `async_level` steps before it.
+        lag = 0 if spec.supervised else spec.grpo.async_level
+        needed, kept = state_steps(run.states)[0] - lag, spec.storage.rollouts
+        passed = needed if kept is None else min(needed, step - kept)
+        for old in numbered(run.folder / "rollouts", "step_"):
+            for path in step_folder(run.folder, old).iterdir() if old < passed else ():
                 if path.suffix in (".safetensors", ".json") and path.name != BATCH_FILE:
                     path.unlink(missing_ok=True)
