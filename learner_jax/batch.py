@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from learner_jax.advantage import group_advantages
+from learner_jax.loss import group_advantages
 from learner_jax.manifests import REMEDY as _REMEDY
 from learner_jax.manifests import ManifestReader, manifest_digest, own_share
 from learner_jax.packing import ARRAYS
@@ -31,20 +31,7 @@ from runspec.core.spec.schema import RunSpec
 from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
 from verify.formats.batch import BatchGroup, BatchManifest
-from verify.formats.submission import (
-    Rollout,
-    decode_rollouts,
-    largest_accepted_bytes,
-    largest_submission_bytes,
-    open_submission,
-)
 from verify.formats.tables import MalformedTable
-from verify.formats.verdict import (
-    RolloutVerdict,
-    VerdictEnvelope,
-    decode_verdicts,
-    open_verdict,
-)
 from verify.thresholds import LOGPROB_ALARM, precision_of
 
 
@@ -154,8 +141,8 @@ class BatchReader(ManifestReader[BatchManifest]):
         super().__init__(run_dir, spec, root_public_key)
         self._island = island
         # What a validator accepted has to be read: one that is refused here ends the run.
-        self._max_read = max(MAX_TABLE_BYTES, largest_submission_bytes(spec))
-        self._max_bytes = min(self._max_read, largest_accepted_bytes(spec))
+        self._max_read = max(MAX_TABLE_BYTES, submission_format.largest_submission_bytes(spec))
+        self._max_bytes = min(self._max_read, submission_format.largest_accepted_bytes(spec))
 
     def _check(self, manifest: BatchManifest, path: Path) -> None:
         step, most = manifest.step, self._spec.grpo.async_level
@@ -200,7 +187,7 @@ class BatchReader(ManifestReader[BatchManifest]):
         files = submission_files(self._run_dir, named.step, named.submission)
         run = self._spec.name
         try:
-            envelope = open_submission(
+            envelope = submission_format.open_submission(
                 read_bounded(files.submission_envelope, submission_format.MAX_ENVELOPE_BYTES)
             )
             signed_verdict = read_bounded(files.verdict_envelope, verdict_format.MAX_ENVELOPE_BYTES)
@@ -221,11 +208,11 @@ class BatchReader(ManifestReader[BatchManifest]):
             ):
                 if found != expected:
                     raise BadSignature(f"{what} is {found!r}, the manifest says {expected!r}")
-            verdicts = decode_verdicts(verdict_table)
+            verdicts = verdict_format.decode_verdicts(verdict_table)
         except (OSError, BadSignature, MalformedTable) as error:
             raise UserError(str(error), place=str(files.submission), remedy=_REMEDY) from error
         try:
-            rollouts = decode_rollouts(
+            rollouts = submission_format.decode_rollouts(
                 table, max_rows=verdict_format.MAX_ROWS, max_bytes=self._max_bytes
             )
         except MalformedTable as error:
@@ -251,14 +238,14 @@ class BatchReader(ManifestReader[BatchManifest]):
             by_group.setdefault(verdict.group, []).append(_Row(rollouts[verdict.row], verdict))
         return by_group
 
-    def _judgement(self, signed: bytes, files: SubmissionFiles) -> VerdictEnvelope:
+    def _judgement(self, signed: bytes, files: SubmissionFiles) -> verdict_format.VerdictEnvelope:
         """The envelope of a verdict, by the roles as they are now: validators may be added."""
         try:
-            return open_verdict(signed, validators=self._roles.validator)
+            return verdict_format.open_verdict(signed, validators=self._roles.validator)
         except BadSignature:
             self._roles = self._read_roles()
         try:
-            return open_verdict(signed, validators=self._roles.validator)
+            return verdict_format.open_verdict(signed, validators=self._roles.validator)
         except BadSignature as error:
             raise UserError(
                 str(error),
@@ -305,8 +292,8 @@ class BatchReader(ManifestReader[BatchManifest]):
 
 @dataclass(frozen=True)
 class _Row:
-    rollout: Rollout
-    verdict: RolloutVerdict
+    rollout: submission_format.Rollout
+    verdict: verdict_format.RolloutVerdict
 
     def belongs_to(self, named: BatchGroup) -> bool:
         verdict, rollout, length = self.verdict, self.rollout, len(self.rollout.output_tokens)

@@ -20,16 +20,8 @@ from runspec.core.roles import Roles, open_roles
 from runspec.core.run_files import step_folder
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
-from verify.formats.batch import (
-    FILE_NAME,
-    MAX_RANGES_BYTES,
-    BatchManifest,
-    RangeManifest,
-    open_batch,
-    open_ranges,
-    rows_per_step,
-)
-from verify.formats.batch import MAX_BYTES as MAX_BATCH_BYTES
+from verify.formats import batch as batch_format
+from verify.formats.batch import BatchManifest, RangeManifest
 from verify.formats.islands import without_empty_shares
 
 POLL_S = 0.02
@@ -84,9 +76,9 @@ def open_manifest(
         BadSignature: none of the coordinators signed it, or it is of another run or step.
     """
     if spec.supervised is None:
-        return open_batch(data, coordinators=coordinators, run=spec.name, step=step)
-    rows = rows_per_step(spec)
-    return open_ranges(
+        return batch_format.open_batch(data, coordinators=coordinators, run=spec.name, step=step)
+    rows = batch_format.rows_per_step(spec)
+    return batch_format.open_ranges(
         data, coordinators=coordinators, run=spec.name, step=step, rows_per_step=rows
     )
 
@@ -143,7 +135,7 @@ class ManifestReader(Generic[M]):
         path = self._path(step)
         coordinators = self._roles.coordinator if signed else None
         try:
-            data = read_bounded(path, max(MAX_BATCH_BYTES, MAX_RANGES_BYTES))
+            data = read_bounded(path, max(batch_format.MAX_BYTES, batch_format.MAX_RANGES_BYTES))
             found = open_manifest(data, spec=self._spec, step=step, coordinators=coordinators)
         except (OSError, BadSignature) as error:
             raise UserError(str(error), place=str(path), remedy=REMEDY) from error
@@ -154,7 +146,7 @@ class ManifestReader(Generic[M]):
         """Raise UserError where a manifest breaks a promise of the spec."""
 
     def _path(self, step: int) -> Path:
-        return step_folder(self._run_dir, step) / FILE_NAME
+        return step_folder(self._run_dir, step) / batch_format.FILE_NAME
 
     def _read_roles(self) -> Roles:
         path = self._run_dir / "keys" / "roles.json"

@@ -27,8 +27,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from learner_jax.logprobs import Level, token_logprobs
-from learner_jax.loss import grpo_loss
-from learner_jax.loss_metrics import LossMetrics
+from learner_jax.loss import DocumentMetrics, document_loss, grpo_loss
+from learner_jax.metrics import LossMetrics
 from learner_jax.model import Policy, abstract_lora, abstract_params, bind, init_lora, merge_lora
 from learner_jax.optimizer import abstract_state as abstract_moments
 from learner_jax.optimizer import apply_gradients, build_optimizer, init_state
@@ -41,7 +41,6 @@ from learner_jax.sharding import (
     param_shardings,
     wide_dtype,
 )
-from learner_jax.supervised_loss import DocumentMetrics, document_loss
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec

@@ -20,15 +20,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from learner_jax.checkpoint import Saver
 from learner_jax.compile_cache import CompileCounter
 from learner_jax.distributed import Peers, Word, mesh_devices
 from learner_jax.full_states import Start, StateWriter, find_start
 from learner_jax.islands.island import Alone, Island, join
-from learner_jax.islands.joining import Behind, Stopped
+from learner_jax.islands.state import Behind, Stopped
 from learner_jax.learner_run import IslandLink, LearnerRun
 from learner_jax.metrics import Clock
 from learner_jax.recipes import Recipe, recipe_of
-from learner_jax.saver import Saver
 from learner_jax.sharding import full_float32, make_mesh
 from learner_jax.step import Programs, build_programs
 from learner_jax.training import compile_ahead

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from bridge.safetensors_io import TENSORS_NAME
 from bridge.tensors import tree_digests
-from learner_jax.checkpoint import load_params, save_params
+from learner_jax.checkpoint import Saver, load_params, save_params
 from learner_jax.distributed import Peers
 from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import HostLeaves
@@ -34,7 +34,6 @@ from learner_jax.logprobs import token_logprobs
 from learner_jax.metrics import JsonLines
 from learner_jax.model import bind
 from learner_jax.packing import TokenBatch
-from learner_jax.saver import Saver
 from learner_jax.sharding import execution
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError

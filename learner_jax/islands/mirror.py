@@ -22,14 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from broadcast.client import WeightsClient
+from learner_jax import manifests
 from learner_jax.learner_run import IslandLink, LearnerRun
-from learner_jax.manifests import (
-    POLL_S,
-    ManifestReader,
-    StopSignal,
-    open_manifest,
-    own_share,
-)
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
@@ -39,10 +33,9 @@ from runspec.core.run_files import initial_model, step_folder, submission_files
 from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import RunSpec
+from verify.formats import batch as batch_format
 from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
-from verify.formats.batch import FILE_NAME as BATCH_FILE
-from verify.formats.batch import MAX_BYTES as MAX_BATCH_BYTES
 from verify.formats.batch import BatchGroup, BatchManifest
 from verify.formats.submission import largest_submission_bytes, open_submission
 from verify.formats.verdict import open_verdict
@@ -103,7 +96,7 @@ class Mirror:
         self._roles = held
         return held
 
-    def bring_manifest(self, step: int, stop: StopSignal) -> bool:
+    def bring_manifest(self, step: int, stop: manifests.StopSignal) -> bool:
         """Wait until the manifest of a step is here; return False if `stop` was set meanwhile.
 
         It waits as long as the coordinator does, which may wait for workers without end.
@@ -111,14 +104,16 @@ class Mirror:
         Raises:
             UserError: the coordinator does not answer, or its manifest is not to be believed.
         """
-        path = step_folder(self._folder, step) / BATCH_FILE
+        path = step_folder(self._folder, step) / batch_format.FILE_NAME
 
         def check(data: bytes, roles: Roles) -> None:
-            open_manifest(data, spec=self._spec, step=step, coordinators=roles.coordinator)
+            manifests.open_manifest(
+                data, spec=self._spec, step=step, coordinators=roles.coordinator
+            )
 
         begun = time.monotonic()
         report_at = begun + REPORT_EVERY_S
-        while not self._holds(path, MAX_BATCH_BYTES, check):
+        while not self._holds(path, batch_format.MAX_BYTES, check):
             if stop.is_set():
                 return False
             data = self._coordinator.batch(step, WAIT_S)
@@ -297,7 +292,7 @@ class MirroredReader:
         reader: reads the files, once they are here.
     """
 
-    def __init__(self, run: LearnerRun, reader: ManifestReader[Any]) -> None:
+    def __init__(self, run: LearnerRun, reader: manifests.ManifestReader[Any]) -> None:
         link = run.link
         assert link is not None, "an island"
         key, root = SigningKey.load(link.key), run.root_public_key()
@@ -306,7 +301,7 @@ class MirroredReader:
         self._reader, self._island, self._steps = reader, link.name, run.spec.steps
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manifest")
 
-    def wait(self, step: int, stop: StopSignal, log: logging.Logger) -> Any | None:
+    def wait(self, step: int, stop: manifests.StopSignal, log: logging.Logger) -> Any | None:
         """Wait for the manifest of a step, and bring the rollouts of the island's share.
 
         Raises:
@@ -314,7 +309,7 @@ class MirroredReader:
         """
         bringing = self._thread.submit(self._mirror.bring_manifest, step, stop)
         while not bringing.done():
-            if stop.wait(POLL_S):
+            if stop.wait(manifests.POLL_S):
                 return None
         if not bringing.result():
             return None
@@ -322,7 +317,7 @@ class MirroredReader:
             self._thread.submit(self._mirror.bring_manifest, step + 1, stop)
         manifest = self._reader.wait(step, stop, log)
         if isinstance(manifest, BatchManifest):
-            groups = manifest.groups[own_share(manifest, self._island)]
+            groups = manifest.groups[manifests.own_share(manifest, self._island)]
             self._mirror.bring_rollouts(step, groups)
         return manifest
 

@@ -17,7 +17,7 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.load import LeafReader
+from bridge.conversion import LeafReader
 from bridge.orbax_io import leaf_spec, read_pieces
 from bridge.prefill import VersionedPrefill
 from bridge.safetensors_io import (

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from learner_jax.corpus import encoding
+from learner_jax.corpus.encoding import train_tokenizer
 from learner_jax.corpus.packed import (
     Corpus,
     CorpusRows,
@@ -22,7 +23,6 @@ from learner_jax.corpus.packed import (
     split_documents,
 )
 from learner_jax.corpus.sources import GeneratedReads
-from learner_jax.corpus.tokenizer import train_tokenizer
 from runspec.core.errors import UserError
 from runspec.core.files import temporary_name
 from runspec.core.spec.load import SpecFiles
