@@ -285,14 +285,14 @@ class _Float32(Codec):
         return 4 * n
 
     def encode(self, x: np.ndarray) -> bytes:
-        for where in _segments(len(x)):
+        for where in segments(len(x)):
             _check_finite(x[where], self.kind)
         return x.astype("<f4", copy=False).tobytes()
 
     def parts(self, data: bytes | memoryview, n: int) -> Iterator[tuple[slice, np.ndarray]]:
         self._check_length(data, n)
         x = np.frombuffer(data, "<f4").astype(np.float32, copy=False)
-        for where in _segments(n):
+        for where in segments(n):
             _check_finite(x[where], self.kind)
             yield where, x[where]
 
@@ -314,7 +314,7 @@ class _Blocks(Codec):
 
     def encode(self, x: np.ndarray) -> bytes:
         sections: tuple[list[bytes], list[bytes]] = [], []
-        for where in _segments(len(x)):
+        for where in segments(len(x)):
             filled = np.pad(x[where], (0, (where.start - where.stop) % self.block))
             blocks = filled.reshape(-1, self.block)
             scales = np.abs(blocks).max(axis=1) / np.float32(self.steps)
@@ -331,7 +331,7 @@ class _Blocks(Codec):
         self._check_length(data, n)
         all_scales = np.frombuffer(data, "<f4", _blocks(n, self.block))
         all_values = np.frombuffer(data, np.uint8, offset=all_scales.nbytes)
-        for where in _segments(n):
+        for where in segments(n):
             count = where.stop - where.start
             scales = all_scales[where.start // self.block :][: _blocks(count, self.block)]
             at, length = self._value_bytes(where.start), self._value_bytes(count)
@@ -412,7 +412,8 @@ def _blocks(n: int, block: int) -> int:
     return -(-n // block)
 
 
-def _segments(n: int) -> Iterator[slice]:
+def segments(n: int) -> Iterator[slice]:
+    """Yield slices of n elements, of at most `SEGMENT` each."""
     return (slice(start, min(start + SEGMENT, n)) for start in range(0, n, SEGMENT))
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from learner_jax.feed import REMEDY as _REMEDY
+from learner_jax.feed import ManifestReader, manifest_digest, own_share
 from learner_jax.loss import group_advantages
-from learner_jax.manifests import REMEDY as _REMEDY
-from learner_jax.manifests import ManifestReader, manifest_digest, own_share
 from learner_jax.packing import ARRAYS
 from runspec.core.canonical import digest_bytes, parse_object
 from runspec.core.errors import UserError

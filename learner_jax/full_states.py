@@ -18,9 +18,9 @@ from bridge.orbax_io import open_leaves, read_leaf
 from bridge.weight_map import Entry, entry
 from learner_jax import checkpoint
 from learner_jax.checkpoint import StateInfo, state_steps
+from learner_jax.feed import ManifestReader, manifest_digest
 from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import LeafPath, load_params, write_leaves
-from learner_jax.manifests import ManifestReader, manifest_digest
 from learner_jax.step import Programs, TrainState
 from learner_jax.versions import VersionWriter, differences
 from runspec.core import run_files

@@ -11,11 +11,18 @@ import numpy as np
 
 from learner_jax.batch import Batch, BatchReader
 from learner_jax.corpus.packed import CorpusRows
-from learner_jax.feed import BatchFeed, DocumentBatch, DocumentReader, decode, encode
+from learner_jax.feed import (
+    BatchFeed,
+    DocumentBatch,
+    DocumentReader,
+    ManifestReader,
+    Reader,
+    decode,
+    encode,
+)
 from learner_jax.full_states import Start
 from learner_jax.islands.mirror import MirroredReader
 from learner_jax.learner_run import LearnerRun
-from learner_jax.manifests import ManifestReader
 from learner_jax.report import DocumentRecords, Records, RolloutRecords
 from learner_jax.step import Programs, TrainState
 from learner_jax.training import StepResult, held_out_loss, supervised_step, train_step
@@ -60,9 +67,7 @@ def recipe_of(run: LearnerRun, programs: Programs, stop: threading.Event) -> Rec
     return kind(run, programs, stop)
 
 
-def _source(
-    run: LearnerRun, reader: ManifestReader[Any] | None
-) -> ManifestReader[Any] | MirroredReader | None:
+def _source(run: LearnerRun, reader: Reader | None) -> Reader | None:
     """A reader that waits for the run's files wherever they come from."""
     return reader if reader is None or run.trunk else MirroredReader(run, reader)
 

@@ -38,7 +38,7 @@ from functools import cached_property
 import numpy as np
 from blake3 import blake3
 
-from bridge.tensors import SEGMENT, Codec, tensor_bytes
+from bridge.tensors import Codec, segments, tensor_bytes
 from broadcast.store import AlreadyPublished
 from learner_jax.islands.shares import BadObject, ShareFetcher, ShareStore
 from runspec.core.canonical import digest_bytes
@@ -97,7 +97,7 @@ def weighted_mean(shares: Iterable[np.ndarray], weights: Sequence[float]) -> np.
         if mean is None:
             mean = share * part
             continue
-        for where in _segments(len(share)):
+        for where in segments(len(share)):
             mean[where] += share[where] * part
     assert mean is not None, "a positive sum has a weight"
     return mean
@@ -114,7 +114,7 @@ def outer_update(state: OuterState, gradient: np.ndarray, spec: Outer) -> OuterS
     kind = state.theta.dtype.type
     lr, mu = kind(spec.lr), kind(spec.momentum)
     theta, momentum = np.empty_like(state.theta), np.empty_like(state.momentum)
-    for where in _segments(len(theta)):
+    for where in segments(len(theta)):
         g = gradient[where]
         m = momentum[where] = state.momentum[where] * mu + g
         u = m * mu + g if spec.nesterov else m
@@ -145,7 +145,7 @@ def encode_share(
     if codec.feedback:
         rest = delta.copy()
         if residual is not None:
-            for where in _segments(len(rest)):
+            for where in segments(len(rest)):
                 rest[where] += residual[where] * np.float32(codec.feedback)
     data = codec.encode(rest)
     squares = 0.0
@@ -154,10 +154,6 @@ def encode_share(
         if codec.feedback:
             rest[where] -= part
     return data, rest if codec.feedback else None, math.sqrt(squares)
-
-
-def _segments(n: int) -> Iterable[slice]:
-    return (slice(start, start + SEGMENT) for start in range(0, n, SEGMENT))
 
 
 Flat = np.ndarray

@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner_jax.batch import Batch, BatchReader, TrainingRollout, alarm_limit
-from learner_jax.feed import decode, encode
-from learner_jax.manifests import ManifestReader, manifest_digest
+from learner_jax.feed import ManifestReader, decode, encode, manifest_digest
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.run_files import step_folder, submission_files
