@@ -307,15 +307,15 @@ def draw_initial_model(run_dir: Path, log: logging.Logger) -> None:
     spec, folder = load_resolved(run_dir), initial_model(run_dir)
     with not_retried():
         config = model_config(spec)
-        files = TokenizerFiles.read(folder)
-        end = files.special_id("eos_token")
+        tokenizer = TokenizerFiles.read(folder)
+        end = tokenizer.special_id("eos_token")
         if end is None:
             raise UserError(
                 "the tokenizer has no end token",
-                place=files.place,
+                place=tokenizer.place,
                 remedy="name eos_token in tokenizer_config.json",
             )
-        padding = files.special_id("pad_token")
+        padding = tokenizer.special_id("pad_token")
         padding = end if padding is None else padding
     full_float32(jnp.float32)
     params = init_params(config, jax.random.key(spec.seed))

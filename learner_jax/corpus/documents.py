@@ -41,9 +41,9 @@ _FOREIGN = 0
 
 
 _TO_BASE = bytearray(256)
-for _codes, _bases in ((_BASES, _BASES), (b"U", b"T"), (_AMBIGUOUS, b"N" * len(_AMBIGUOUS))):
-    for _code, _base in zip(_codes, _bases, strict=True):
-        _TO_BASE[_code] = _TO_BASE[ord(chr(_code).lower())] = _base
+_READ_AS = _BASES + b"T" + b"N" * len(_AMBIGUOUS)
+for _code, _base in zip(_BASES + b"U" + _AMBIGUOUS, _READ_AS, strict=True):
+    _TO_BASE[_code] = _TO_BASE[ord(chr(_code).lower())] = _base
 
 
 class Document(NamedTuple):
