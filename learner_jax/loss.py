@@ -1,6 +1,5 @@
-"""The losses, and the advantages of a group of rollouts.
+"""The policy loss: GRPO with the two-sided clip, and what else the spec's switches make of it.
 
-The policy loss is GRPO with the two-sided clip, and what else the spec's switches make of it.
 Sources: GRPO (arXiv 2402.03300), two-sided clip (INTELLECT-2, 2505.07291, section 4.1), token
 normaliser and uneven clip (DAPO, 2503.14476), constant normaliser (Dr. GRPO, 2503.20783), sequence
 ratio (GSPO, 2507.18071), clipped weight (CISPO, 2506.13585).
@@ -8,19 +7,16 @@ ratio (GSPO, 2507.18071), clipped weight (CISPO, 2506.13585).
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from learner_jax.metrics import MAX_LOG_RATIO, LossMetrics, log_ratio_counts
-from learner_jax.packing import Data, LossInputs
-from runspec.core.spec.schema import Clip, Grpo, ZLoss
+from learner_jax.packing import LossInputs
+from runspec.core.spec.schema import Clip, Grpo
 
 
 def token_weights(
@@ -218,129 +214,3 @@ def segment_sums(
 def _from(x: Shaped[Array, "B T"], distance: int, *, fill: int) -> Shaped[Array, "B T"]:
     """Return `x` shifted: at position t its value at t + distance, `fill` beyond its ends."""
     return jax.lax.pad(x, jnp.asarray(fill, x.dtype), [(0, 0, 0), (-distance, distance, 0)])
-
-
-EPS = 1e-6
-_EPS_F32 = 2.0**-23
-
-
-def group_advantages(
-    task_reward: np.ndarray,
-    length_penalty: np.ndarray,
-    reward: np.ndarray,
-    *,
-    normalize: Literal["std", "task", "none"],
-) -> np.ndarray:
-    """Advantages inside each group; R reward, T task reward, P length term, std with ddof 1.
-
-        std    (R - mean R) / (std R + 1e-6)
-        none   R - mean R
-        task   (T - mean T) / (std T + 1e-6) + (P - mean P), where R = T + P: the length keeps its
-               scale, and noise in it is never divided up to unit advantages
-
-    `std` is GRPO's (arXiv 2402.03300, section 4.1.1), `none` that of arXiv 2503.20783.
-
-    Args:
-        task_reward, length_penalty, reward: [..., group size].
-        normalize: as above.
-
-    Returns:
-        float64 of the same shape; the mean over each group is 0.
-
-    Raises:
-        ValueError: a group of one, whose std is undefined; or `task` where R is not T + P.
-    """
-    reward, task_reward, length_penalty = (
-        np.asarray(x, np.float64) for x in (reward, task_reward, length_penalty)
-    )
-    if reward.shape[-1] < 2:
-        raise ValueError("a group needs at least two rollouts to have an advantage")
-    if normalize == "none":
-        return _centred(reward)
-    if normalize == "std":
-        return _standardised(reward)
-    # Verdict files round each to float32 by itself.
-    rounding = _EPS_F32 * (abs(reward) + abs(task_reward) + abs(length_penalty))
-    if not (abs(reward - task_reward - length_penalty) <= 1e-5 + rounding).all():
-        raise ValueError("`task` advantages need rewards that are task reward + length term")
-    return _standardised(task_reward) + _centred(length_penalty)
-
-
-def _centred(x: np.ndarray) -> np.ndarray:
-    return x - x.mean(axis=-1, keepdims=True)
-
-
-def _standardised(x: np.ndarray) -> np.ndarray:
-    return _centred(x) / (x.std(axis=-1, ddof=1, keepdims=True) + EPS)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DocumentMetrics:
-    """Metrics of one microbatch, over all devices; float32 [] and int32 []."""
-
-    loss: Data
-    """Normalised already: the microbatches' add up to the optimizer batch's."""
-    nll: Data
-    """-log p in nats, summed over trained tokens, whatever their weight."""
-    z: Data
-    """z^2, summed over trained tokens; 0 where no penalty is asked for."""
-    nonfinite: Data
-    """Trained tokens whose part of the loss is not finite."""
-    tokens: Data
-    """Trained tokens."""
-
-    @staticmethod
-    def zeros() -> DocumentMetrics:
-        wide = jax.dtypes.canonicalize_dtype(float)
-        numbers = {name: np.zeros((), wide) for name in ("loss", "nll", "z")}
-        counts = {name: np.zeros((), np.int32) for name in ("nonfinite", "tokens")}
-        return DocumentMetrics(**numbers, **counts)
-
-    def merge(self, other: DocumentMetrics) -> DocumentMetrics:
-        """Merge two, on the device or, once fetched, on the host."""
-        return jax.tree.map(operator.add, self, other)
-
-    def means(self) -> dict[str, float]:
-        """Host floats: `loss` as it is, `nonfinite_tokens` a count, the rest per trained token."""
-        tokens = max(float(self.tokens), 1.0)
-        return {
-            "loss": float(self.loss),
-            "nll": float(self.nll) / tokens,
-            "z": float(self.z) / tokens,
-            "nonfinite_tokens": float(self.nonfinite),
-        }
-
-
-def document_loss(
-    logprobs: Float[Array, "B T"],
-    level: Float[Array, "B T"] | None,
-    inputs: LossInputs,
-    z_loss: ZLoss,
-) -> tuple[Float[Array, ""], DocumentMetrics]:
-    """This microbatch's share of the loss of packed documents: cross entropy, and a penalty.
-
-        loss = sum_t w_t (-log p(o_t) + coef z_t^2),   sum_t w_t = 1 over an optimizer batch
-
-    z_t is the logsumexp of the logits at t (PaLM, arXiv 2204.02311) or their largest (METAGENE-1,
-    2501.02045).
-
-    Args:
-        logprobs: log p of the targets.
-        level: z; None where `z_loss.coef` is 0.
-        inputs: weights.
-        z_loss: of the spec.
-    """
-    on = inputs.weights > 0
-    nll = jnp.where(on, -logprobs, 0.0)
-    squared = jnp.zeros_like(nll) if level is None else jnp.where(on, jnp.square(level), 0.0)
-    each = nll + z_loss.coef * squared
-    loss = jnp.sum(inputs.weights * each)
-    metrics = DocumentMetrics(
-        loss=loss,
-        nll=jnp.sum(nll),
-        z=jnp.sum(squared),
-        nonfinite=jnp.sum(on & ~jnp.isfinite(each), dtype=jnp.int32),
-        tokens=jnp.sum(on, dtype=jnp.int32),
-    )
-    return loss, jax.lax.stop_gradient(metrics)

@@ -30,8 +30,7 @@ from learner_jax.learner_run import IslandLink, LearnerRun
 from learner_jax.metrics import Clock
 from learner_jax.recipes import Recipe, recipe_of
 from learner_jax.sharding import full_float32, make_mesh
-from learner_jax.step import Programs, build_programs
-from learner_jax.training import compile_ahead
+from learner_jax.step import Programs, build_programs, compile_ahead
 from learner_jax.versions import VersionWriter, build_probe, fingerprint
 from runspec.core.errors import UserError
 from runspec.core.metrics import serve_metrics
