@@ -53,8 +53,7 @@ def first_step(cache: Path) -> dict[str, Any]:
     from learner_jax.compile_cache import CompileCounter, keep_compiled
     from learner_jax.model import abstract_params, init_params
     from learner_jax.sharding import make_mesh, shard_params
-    from learner_jax.step import build_programs
-    from learner_jax.training import compile_ahead
+    from learner_jax.step import build_programs, compile_ahead
     from learner_jax.warm_start import model_config
     from runspec.core.spec.load import SpecFiles
     from runspec.lint.check import check_spec

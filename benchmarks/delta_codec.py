@@ -34,10 +34,15 @@ import ml_dtypes
 import numpy as np
 import zstandard
 
-from bridge.delta import apply_deltas, write_delta
-from bridge.delta.container import SUFFIX
-from bridge.delta.files import open_delta, overwrite_file
-from bridge.delta.layout import read_layout, read_records
+from bridge.delta import (
+    apply_deltas,
+    open_delta,
+    overwrite_file,
+    read_layout,
+    read_records,
+    write_delta,
+)
+from bridge.delta_file import SUFFIX
 from bridge.safetensors_io import SINGLE_NAME, TENSORS_NAME, write_safetensors
 from bridge.weight_map import hf_shapes
 from runspec.core.canonical import canonical_json, digest_bytes

@@ -14,31 +14,27 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
 from bridge.conversion import export_checkpoint
 from bridge.delta import DamagedWeights, write_delta
-from bridge.figures import STAGES, Published
 from bridge.safetensors_io import damage, recorded_digest
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
 from broadcast.manifest import WeightsManifest, open_manifest
 from broadcast.store import DELTA_NAME, prune, publish, refresh_latest
+from runspec.core import run_files
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers
 from runspec.core.latest import RESIGN_EVERY_S
+from runspec.core.metrics import counter, gauge
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
-from runspec.core.run_files import (
-    PARAMS_NAME,
-    clear_unfinished,
-    initial_model,
-    params_folder,
-    remove_entry,
-    versions_in,
-    weights_folder,
-)
 from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec.schema import RunSpec
 
@@ -71,8 +67,9 @@ class Publisher:
 
     def __init__(self, run_dir: Path, spec: RunSpec, log: logging.Logger) -> None:
         self._spec, self._log = spec, log
-        self._initial = initial_model(run_dir)
-        self._params, self._weights = params_folder(run_dir, spec), weights_folder(run_dir)
+        self._initial = run_files.initial_model(run_dir)
+        self._params = run_files.params_folder(run_dir, spec)
+        self._weights = run_files.weights_folder(run_dir)
         self.poll_s = POLL_S if isinstance(self._params, Path) else OBJECTS_POLL_S
         """Seconds between two looks for new parameters."""
         self._store = run_dir / "store" / "origin"
@@ -86,13 +83,13 @@ class Publisher:
                 place=str(roles),
                 remedy="`runspec apply` makes it anew",
             ) from error
-        clear_unfinished(self._weights, log)
+        run_files.clear_unfinished(self._weights, log)
         self._served: set[int] = set()
         self.figures = Published(self._served)
 
     def publish_new(self) -> list[int]:
         """Publishes what lies in checkpoints/params and is not served yet; returns the versions."""
-        new = [v for v in versions_in(self._params) if v not in self._served]
+        new = [v for v in run_files.versions_in(self._params) if v not in self._served]
         for version in new:
             self._publish(version)
         if new:
@@ -118,7 +115,7 @@ class Publisher:
             return
         if found and (wrong := damage(directory)):
             self._log.warning("%s: %s; it is exported again", directory, wrong)
-            remove_entry(directory)
+            run_files.remove_entry(directory)
             self._export(version, directory)
         times.append(time.monotonic())
         base = self._write_delta(version, directory)
@@ -143,7 +140,7 @@ class Publisher:
 
     def _export(self, version: int, directory: Path) -> None:
         export_checkpoint(
-            self._params / f"v{version}" / PARAMS_NAME,
+            self._params / f"v{version}" / run_files.PARAMS_NAME,
             directory,
             model_dir=self._initial,
             dtype=self._spec.broadcast.dtype,
@@ -190,7 +187,7 @@ class Publisher:
         remove_leftovers(directory)
         folder = directory / DELTA_NAME
         if folder.exists():  # of a publisher that was killed, perhaps from another base
-            remove_entry(folder)
+            run_files.remove_entry(folder)
         base = self._base(version)
         if base is None:
             return None
@@ -198,7 +195,7 @@ class Publisher:
         try:
             summary = write_delta(self._weights / f"v{base}", directory, folder, threads=threads)
         except DamagedWeights:
-            remove_entry(directory)  # the next publisher exports it again
+            run_files.remove_entry(directory)  # the next publisher exports it again
             raise
         except UserError as error:  # the base is damaged, or lies otherwise
             self._log.warning("version %d goes out whole: %s", version, error)
@@ -213,14 +210,14 @@ class Publisher:
         )
         if smaller:
             return base
-        remove_entry(folder)
+        run_files.remove_entry(folder)
         return None
 
     def _base(self, version: int) -> int | None:
         """The newest older version that this key published and whose weights are still here."""
         if self._spec.broadcast.format == "full":
             return None
-        here = set(versions_in(self._weights))
+        here = set(run_files.versions_in(self._weights))
         older = [v for v in stored_versions(self._store, self._spec.name) if v < version]
         # What a revoked key signed nobody believes: it is nothing to start from.
         mine = {self._key.public_hex}
@@ -229,9 +226,49 @@ class Publisher:
 
     def _clean_up(self) -> None:
         """Keeps the newest parameters, and the newest `keep_versions` weights."""
-        for version in versions_in(self._params)[:-1]:
+        for version in run_files.versions_in(self._params)[:-1]:
             if version in self._served:
-                remove_entry(self._params / f"v{version}")
-        for version in versions_in(self._weights)[: -self._spec.broadcast.keep_versions]:
-            remove_entry(self._weights / f"v{version}")
+                run_files.remove_entry(self._params / f"v{version}")
+        for version in run_files.versions_in(self._weights)[: -self._spec.broadcast.keep_versions]:
+            run_files.remove_entry(self._weights / f"v{version}")
         prune(self._store, run=self._spec.name, keep_versions=self._spec.broadcast.keep_versions)
+
+
+STAGES = ("export", "compare", "publish")
+
+
+class Published(Collector):
+    """Versions published, their bytes, and where the time went.
+
+    Args:
+        served: versions in the store; the publisher adds to it.
+    """
+
+    def __init__(self, served: Collection[int]) -> None:
+        self._served = served
+        self._versions: Counter[str] = Counter({"whole": 0, "delta": 0})
+        self._seconds = dict.fromkeys(STAGES, 0.0)
+        self._bytes = 0
+
+    def published(self, manifest: WeightsManifest, seconds: Mapping[str, float]) -> None:
+        """Count a version that went out.
+
+        Args:
+            manifest: of the version.
+            seconds: spent on it, by each of `STAGES`.
+        """
+        self._versions["whole" if manifest.is_anchor else "delta"] += 1
+        files = [*manifest.objects.values(), *manifest.delta.values()]
+        self._bytes += sum(each.size for each in files)
+        for stage, spent in seconds.items():
+            self._seconds[stage] += spent
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the figures."""
+        newest = max(list(self._served), default=None)
+        yield gauge("publisher_newest_version", "Newest version in the store.", newest)
+        text, versions = "Versions published, by what went out.", dict(self._versions)
+        yield counter("publisher_versions", text, versions, "format")
+        text, seconds = "Seconds spent on versions, by stage.", dict(self._seconds)
+        yield counter("publisher_stage_seconds", text, seconds, "stage")
+        yield counter("publisher_published_bytes", "Bytes of versions published.", self._bytes)

@@ -175,7 +175,7 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
 
         draw_initial_model(options.run_dir, log)
     elif options.command == "export-adapter":
-        from learner_jax.export_adapter import export_adapter
+        from learner_jax.full_states import export_adapter
 
         step = export_adapter(options.run_dir, options.out, step=options.step)
         log.info("adapters after step %d are in %s", step, options.out)
@@ -184,12 +184,12 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
 
         check_command(options.folder)
     elif options.command == "tokenizer":
-        from learner_jax.corpus.tokenizer import tokenizer_command
+        from learner_jax.corpus.encoding import tokenizer_command
 
         shape = given("files out vocab scheme kind column max_characters")
         tokenizer_command(log=log, **shape)
     elif options.command == "embed" or (options.command == "score" and options.files):
-        from learner_jax.corpus.sequences import Options, embed_sequences, score_sequences
+        from learner_jax.score import Options, embed_sequences, score_sequences
 
         sequences = Options(**given(" ".join(each.name for each in dataclasses.fields(Options))))
         if options.command == "embed":

@@ -15,12 +15,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from learner_jax.advantage import group_advantages
-from learner_jax.manifests import REMEDY as _REMEDY
-from learner_jax.manifests import ManifestReader, manifest_digest, own_share
+from learner_jax.feed import REMEDY as _REMEDY
+from learner_jax.feed import ManifestReader, manifest_digest, own_share
+from learner_jax.packing import ARRAYS
 from runspec.core.canonical import digest_bytes, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
@@ -30,20 +31,7 @@ from runspec.core.spec.schema import RunSpec
 from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
 from verify.formats.batch import BatchGroup, BatchManifest
-from verify.formats.submission import (
-    Rollout,
-    decode_rollouts,
-    largest_accepted_bytes,
-    largest_submission_bytes,
-    open_submission,
-)
 from verify.formats.tables import MalformedTable
-from verify.formats.verdict import (
-    RolloutVerdict,
-    VerdictEnvelope,
-    decode_verdicts,
-    open_verdict,
-)
 from verify.thresholds import LOGPROB_ALARM, precision_of
 
 
@@ -87,6 +75,8 @@ MAX_TABLE_BYTES = verdict_format.MAX_BYTES
 @dataclass(frozen=True)
 class TrainingRollout:
     """One rollout as the learner trains on it."""
+
+    __pydantic_config__ = ARRAYS
 
     problem_id: str
     prompt_tokens: np.ndarray
@@ -151,8 +141,8 @@ class BatchReader(ManifestReader[BatchManifest]):
         super().__init__(run_dir, spec, root_public_key)
         self._island = island
         # What a validator accepted has to be read: one that is refused here ends the run.
-        self._max_read = max(MAX_TABLE_BYTES, largest_submission_bytes(spec))
-        self._max_bytes = min(self._max_read, largest_accepted_bytes(spec))
+        self._max_read = max(MAX_TABLE_BYTES, submission_format.largest_submission_bytes(spec))
+        self._max_bytes = min(self._max_read, submission_format.largest_accepted_bytes(spec))
 
     def _check(self, manifest: BatchManifest, path: Path) -> None:
         step, most = manifest.step, self._spec.grpo.async_level
@@ -197,7 +187,7 @@ class BatchReader(ManifestReader[BatchManifest]):
         files = submission_files(self._run_dir, named.step, named.submission)
         run = self._spec.name
         try:
-            envelope = open_submission(
+            envelope = submission_format.open_submission(
                 read_bounded(files.submission_envelope, submission_format.MAX_ENVELOPE_BYTES)
             )
             signed_verdict = read_bounded(files.verdict_envelope, verdict_format.MAX_ENVELOPE_BYTES)
@@ -218,11 +208,11 @@ class BatchReader(ManifestReader[BatchManifest]):
             ):
                 if found != expected:
                     raise BadSignature(f"{what} is {found!r}, the manifest says {expected!r}")
-            verdicts = decode_verdicts(verdict_table)
+            verdicts = verdict_format.decode_verdicts(verdict_table)
         except (OSError, BadSignature, MalformedTable) as error:
             raise UserError(str(error), place=str(files.submission), remedy=_REMEDY) from error
         try:
-            rollouts = decode_rollouts(
+            rollouts = submission_format.decode_rollouts(
                 table, max_rows=verdict_format.MAX_ROWS, max_bytes=self._max_bytes
             )
         except MalformedTable as error:
@@ -248,14 +238,14 @@ class BatchReader(ManifestReader[BatchManifest]):
             by_group.setdefault(verdict.group, []).append(_Row(rollouts[verdict.row], verdict))
         return by_group
 
-    def _judgement(self, signed: bytes, files: SubmissionFiles) -> VerdictEnvelope:
+    def _judgement(self, signed: bytes, files: SubmissionFiles) -> verdict_format.VerdictEnvelope:
         """The envelope of a verdict, by the roles as they are now: validators may be added."""
         try:
-            return open_verdict(signed, validators=self._roles.validator)
+            return verdict_format.open_verdict(signed, validators=self._roles.validator)
         except BadSignature:
             self._roles = self._read_roles()
         try:
-            return open_verdict(signed, validators=self._roles.validator)
+            return verdict_format.open_verdict(signed, validators=self._roles.validator)
         except BadSignature as error:
             raise UserError(
                 str(error),
@@ -302,8 +292,8 @@ class BatchReader(ManifestReader[BatchManifest]):
 
 @dataclass(frozen=True)
 class _Row:
-    rollout: Rollout
-    verdict: RolloutVerdict
+    rollout: submission_format.Rollout
+    verdict: verdict_format.RolloutVerdict
 
     def belongs_to(self, named: BatchGroup) -> bool:
         verdict, rollout, length = self.verdict, self.rollout, len(self.rollout.output_tokens)
@@ -321,3 +311,57 @@ class _Row:
     def mu(self) -> np.ndarray:
         # Where `verify.prefill_share` left the prefill out, the worker's claim is all there is.
         return self.rollout.logprobs if self.verdict.logprobs is None else self.verdict.logprobs
+
+
+EPS = 1e-6
+_EPS_F32 = 2.0**-23
+
+
+def group_advantages(
+    task_reward: np.ndarray,
+    length_penalty: np.ndarray,
+    reward: np.ndarray,
+    *,
+    normalize: Literal["std", "task", "none"],
+) -> np.ndarray:
+    """Advantages inside each group; R reward, T task reward, P length term, std with ddof 1.
+
+        std    (R - mean R) / (std R + 1e-6)
+        none   R - mean R
+        task   (T - mean T) / (std T + 1e-6) + (P - mean P), where R = T + P: the length keeps its
+               scale, and noise in it is never divided up to unit advantages
+
+    `std` is GRPO's (arXiv 2402.03300, section 4.1.1), `none` that of arXiv 2503.20783.
+
+    Args:
+        task_reward, length_penalty, reward: [..., group size].
+        normalize: as above.
+
+    Returns:
+        float64 of the same shape; the mean over each group is 0.
+
+    Raises:
+        ValueError: a group of one, whose std is undefined; or `task` where R is not T + P.
+    """
+    reward, task_reward, length_penalty = (
+        np.asarray(x, np.float64) for x in (reward, task_reward, length_penalty)
+    )
+    if reward.shape[-1] < 2:
+        raise ValueError("a group needs at least two rollouts to have an advantage")
+    if normalize == "none":
+        return _centred(reward)
+    if normalize == "std":
+        return _standardised(reward)
+    # Verdict files round each to float32 by itself.
+    rounding = _EPS_F32 * (abs(reward) + abs(task_reward) + abs(length_penalty))
+    if not (abs(reward - task_reward - length_penalty) <= 1e-5 + rounding).all():
+        raise ValueError("`task` advantages need rewards that are task reward + length term")
+    return _standardised(task_reward) + _centred(length_penalty)
+
+
+def _centred(x: np.ndarray) -> np.ndarray:
+    return x - x.mean(axis=-1, keepdims=True)
+
+
+def _standardised(x: np.ndarray) -> np.ndarray:
+    return _centred(x) / (x.std(axis=-1, ddof=1, keepdims=True) + EPS)

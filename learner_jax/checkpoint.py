@@ -5,20 +5,23 @@
                         island beside/<name>.npy too, whole arrays in host memory
 
 On a disk both appear by one rename. In an object store the JSON file is the marker
-(`runspec.core.object_store`), and `learner_jax.object_arrays` writes and reads the arrays.
+(`runspec.core.object_store`), and `learner_jax.leaves` writes and reads the arrays.
 
 A save has two parts: the call copies the arrays to the host, and returns what writes them, which
-`learner_jax.saver` runs in the background. Arrays are chunked so that one layer of a stacked leaf
-can be read alone, and are restored straight onto the shardings of the target, whatever mesh and
-however many processes wrote them. Saves and restores are collective: every process of the program
-calls them; process 0 makes and renames directories.
+`Saver` runs in the background, one save at a time. Arrays are chunked so that one layer of a
+stacked leaf can be read alone, and are restored straight onto the shardings of the target, whatever
+mesh and however many processes wrote them. Saves and restores are collective: every process of the
+program calls them; process 0 makes and renames directories.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,7 +31,8 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from learner_jax.object_arrays import (
+from learner_jax.leaves import (
+    DEADLINE_S,
     await_all,
     copy_to_host,
     host_leaf,
@@ -36,23 +40,12 @@ from learner_jax.object_arrays import (
     load_host_array,
     write_arrays,
 )
-from learner_jax.saver import DEADLINE_S, Finish
+from runspec.core import run_files
 from runspec.core.canonical import MalformedJson, canonical_json
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.object_store import Folder, ObjectPath, last_file
-from runspec.core.run_files import (
-    ARRAYS_NAME,
-    BESIDE_NAME,
-    PARAMS_NAME,
-    PROBE_FILE,
-    RECORD_NAME,
-    damaged_file,
-    file_digests,
-    numbered,
-    record_of,
-    remove_entry,
-)
+from runspec.core.run_files import ARRAYS_NAME, BESIDE_NAME, PARAMS_NAME, PROBE_FILE, RECORD_NAME
 
 CHUNK_BYTES = 8 * 1024 * 1024
 FORMAT = 3
@@ -93,7 +86,14 @@ def save_params(folder: Folder, version: int, params: Any, probe: dict[str, Any]
     """
 
     last = json.dumps(probe).encode()
-    return _save(folder / f"v{version}", PARAMS_NAME, params, PROBE_FILE, lambda _: last, {})
+    return _save(
+        folder / f"v{version}",
+        PARAMS_NAME,
+        params,
+        PROBE_FILE,
+        lambda _: last,
+        {},
+    )
 
 
 def load_params(folder: Folder, version: int, target: Any) -> Any:
@@ -137,7 +137,9 @@ def save_state(
     info = replace(info, beside=kinds)
 
     def record(directory: Folder) -> bytes:
-        return canonical_json({"format": FORMAT, **asdict(info), "files": file_digests(directory)})
+        return canonical_json(
+            {"format": FORMAT, **asdict(info), "files": run_files.file_digests(directory)}
+        )
 
     final = folder / f"step_{info.step}"
     write = _save(final, ARRAYS_NAME, state, RECORD_NAME, record, beside)
@@ -146,7 +148,7 @@ def save_state(
         write()
         if jax.process_index() == 0:
             for old in state_steps(folder)[:-keep]:
-                remove_entry(folder / f"step_{old}")
+                run_files.remove_entry(folder / f"step_{old}")
 
     return finish
 
@@ -159,7 +161,7 @@ def check_state(folder: Folder, step: int) -> StateInfo:
     """
     path = folder / f"step_{step}"
     try:
-        record = record_of(path)
+        record = run_files.record_of(path)
         if record.pop("format", None) != FORMAT:
             raise MalformedJson(f"not of format {FORMAT}")
         files = record.pop("files")
@@ -172,7 +174,7 @@ def check_state(folder: Folder, step: int) -> StateInfo:
             place=str(last_file(path, RECORD_NAME)),
             remedy=_remedy(path),
         ) from error
-    if (name := damaged_file(path, files)) is not None:
+    if (name := run_files.damaged_file(path, files)) is not None:
         raise UserError(
             f"unreadable checkpoint: {name} is missing or not what was written",
             place=str(path),
@@ -233,7 +235,7 @@ def _load_array(path: Folder, name: str, shape: tuple[int, ...], dtype: np.dtype
 
 def state_steps(folder: Folder) -> list[int]:
     """The steps whose full states lie in `checkpoints/state`, in order."""
-    return numbered(folder, "step_")
+    return run_files.numbered(folder, "step_")
 
 
 def _context() -> ocp.Context:
@@ -295,7 +297,11 @@ def _save(
             if first:
                 for extra, array in beside.items():
                     (temporary / BESIDE_NAME).mkdir(exist_ok=True)
-                    np.save(temporary / BESIDE_NAME / f"{extra}.npy", array, allow_pickle=False)
+                    np.save(
+                        temporary / BESIDE_NAME / f"{extra}.npy",
+                        array,
+                        allow_pickle=False,
+                    )
                 write_atomic(temporary / last, content(temporary))
                 temporary.rename(final)
 
@@ -352,3 +358,70 @@ def _shapes(tree: Any) -> dict[str, str]:
         jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{leaf.shape}"
         for path, leaf in jax.tree.leaves_with_path(tree)
     }
+
+
+REPORT_EVERY_S = 15.0
+
+Finish = Callable[[], None]
+"""The part of a save that touches no device: write, take digests, rename, drop what is old."""
+
+
+class Saver:
+    """Runs the saves of a run, at most one at a time; leaving its block waits for the last one.
+
+    Args:
+        log: told of waits.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._save: Future[None] | None = None
+        self._what = ""
+
+    def run(self, what: str, begin: Callable[[], Finish]) -> None:
+        """Begins a save, once the one before is written.
+
+        Args:
+            what: names it in messages.
+            begin: copies arrays to the host, on this thread; what it returns runs on another.
+
+        Raises:
+            UserError: the save before this one failed.
+        """
+        self.wait()
+        self._what, self._save = what, self._thread.submit(begin())
+
+    def wait(self) -> None:
+        """Returns when nothing is being written.
+
+        Raises:
+            UserError: it could not be written, or not in time.
+        """
+        begun = time.monotonic()
+        while self._save is not None:
+            if wait([self._save], REPORT_EVERY_S).done:
+                save, self._save = self._save, None
+                save.result()
+                return
+            waited = time.monotonic() - begun
+            if waited > DEADLINE_S:
+                self._save = None  # given up: no later call waits for it
+                raise UserError(
+                    f"{self._what} is not written after {waited:.0f} s",
+                    remedy="see whether the disk is full or slow, then start again",
+                )
+            self._log.info("%s: still being written after %.0f s", self._what, waited)
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is None:
+            self.wait()
+        elif isinstance(error, UserError):
+            try:
+                self.wait()
+            except UserError as second:  # the first is the one to raise
+                self._log.error("%s", second)
+        self._thread.shutdown(wait=False)

@@ -53,7 +53,11 @@ def keep_compiled(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
-        _remove_unused(folder)
+        oldest = time.time() - UNUSED_DAYS * 86400
+        for path in folder.glob(f"*{_SUFFIX}"):
+            with suppress(FileNotFoundError):  # another process may be quicker
+                if path.stat().st_mtime < oldest:
+                    path.unlink()
     except OSError as error:
         raise UserError(
             f"no folder for compiled programs: {error.strerror}", place=str(folder), remedy=remedy
@@ -100,14 +104,6 @@ class ProgramCache(CacheInterface):
 
     def _entry(self, key: str) -> Path:
         return self._path / f"{key}{_SUFFIX}"
-
-
-def _remove_unused(folder: Path) -> None:
-    oldest = time.time() - UNUSED_DAYS * 86400
-    for path in folder.glob(f"*{_SUFFIX}"):
-        with suppress(FileNotFoundError):  # another process may be quicker
-            if path.stat().st_mtime < oldest:
-                path.unlink()
 
 
 class CompileCounter:

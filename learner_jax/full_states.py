@@ -1,43 +1,39 @@
-"""Full states of a run: where it starts or resumes, and how it saves its state.
+"""Full states of a run: where it starts or resumes, how it saves its state, and adapters from one.
 
 A run resumes at its newest full state, or starts at version 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from learner_jax.checkpoint import (
-    StateInfo,
-    check_state,
-    load_beside,
-    load_state,
-    save_state,
-    state_steps,
-)
+from bridge.model_files import output_directory
+from bridge.orbax_io import open_leaves, read_leaf
+from bridge.weight_map import Entry, entry
+from learner_jax import checkpoint
+from learner_jax.checkpoint import StateInfo, state_steps
+from learner_jax.feed import ManifestReader, manifest_digest
 from learner_jax.learner_run import LearnerRun
-from learner_jax.leaves import load_params
-from learner_jax.manifests import ManifestReader, manifest_digest
-from learner_jax.saver import Finish, Saver
+from learner_jax.leaves import LeafPath, load_params, write_leaves
 from learner_jax.step import Programs, TrainState
 from learner_jax.versions import VersionWriter, differences
+from runspec.core import run_files
 from runspec.core.canonical import canonical_json, digest_bytes, digest_file
 from runspec.core.errors import UserError
 from runspec.core.files import temporary_name, write_atomic
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.family import load_config
+from runspec.core.models.parameters import adapter_rows, axis_sizes
 from runspec.core.object_store import Folder
-from runspec.core.run_files import (
-    clear_unfinished,
-    initial_model,
-    numbered,
-    remove_entry,
-    step_folder,
-)
-from runspec.core.spec.schema import RunSpec
+from runspec.core.run_files import ARRAYS_NAME, initial_model
+from runspec.core.spec.load import load_resolved
+from runspec.core.spec.schema import Lora, RunSpec
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 
 
@@ -83,12 +79,12 @@ def find_start(
 
     def newest() -> dict[str, Any]:
         for folder in (states, run.params):
-            clear_unfinished(folder, run.log)
+            run_files.clear_unfinished(folder, run.log)
         digest = _model_digest(model_dir)
         steps = state_steps(states)
         if not steps:
             return {"digest": digest}
-        info = check_state(states, steps[-1])
+        info = checkpoint.check_state(states, steps[-1])
         assert reader is not None, "process 0 has one"
         _check_run(info, spec, digest, corpus, states)
         _check_position(info, run.folder, reader)
@@ -108,11 +104,11 @@ def find_start(
         return Start(0, state, reference, base, found["digest"], corpus, None, True)
     for difference in differences(info.fingerprint, run.fingerprint):
         run.log.info("not the program that wrote the full state: %s", difference)
-    state = load_state(states, info.step, programs.abstract_state)
+    state = checkpoint.load_state(states, info.step, programs.abstract_state)
     return Start(
         *(info.step, state, reference, base),
         *(found["digest"], corpus, info.batch, info.published),
-        load_beside(states, info),
+        checkpoint.load_beside(states, info),
     )
 
 
@@ -167,7 +163,7 @@ def _check_run(
 
 def _check_position(info: StateInfo, run_dir: Path, reader: ManifestReader[Any]) -> None:
     """The batch that the state was trained on last is still the one that lies there."""
-    path = step_folder(run_dir, info.step - 1) / BATCH_FILE
+    path = run_files.step_folder(run_dir, info.step - 1) / BATCH_FILE
     if info.batch is None or not path.exists():
         return
     # By what it says: a rollback makes new keys, and the old signature is nobody's any more.
@@ -204,7 +200,7 @@ class StateWriter:
     """
 
     def __init__(
-        self, run: LearnerRun, start: Start, versions: VersionWriter, saver: Saver
+        self, run: LearnerRun, start: Start, versions: VersionWriter, saver: checkpoint.Saver
     ) -> None:
         self._run, self._versions, self._saver = run, versions, saver
         self._reference, self._corpus = start.model_digest, start.corpus
@@ -218,7 +214,7 @@ class StateWriter:
             if self._run.peers.first:
                 for step in state_steps(folder):
                     self._run.log.info("%s is removed", folder / f"step_{step}")
-                    remove_entry(folder / f"step_{step}")
+                    run_files.remove_entry(folder / f"step_{step}")
 
         self._run.peers.each(remove)
         self._newest = 0
@@ -241,41 +237,141 @@ class StateWriter:
         """
         if step == self._newest:
             return
-        self._newest = step
+        self._newest, run = step, self._run
         info = StateInfo(
             step=step,
             batch=batch,
-            seed=self._run.spec.seed,
+            seed=run.spec.seed,
             reference=self._reference,
             corpus=self._corpus,
             published=self._versions.published,
-            fingerprint=self._run.fingerprint,
+            fingerprint=run.fingerprint,
         )
-        self._saver.run(f"the full state of step {step}", lambda: self._begin(info, state, beside))
 
-    def _begin(
-        self, info: StateInfo, state: TrainState, beside: Mapping[str, np.ndarray]
-    ) -> Finish:
+        def begin() -> checkpoint.Finish:
+            keep = run.spec.checkpoints.keep
+            write = checkpoint.save_state(run.states, info, state, keep=keep, beside=beside)
+
+            def finish() -> None:
+                write()
+                self._drop_rollouts(step)
+
+            return finish
+
+        self._saver.run(f"the full state of step {step}", begin)
+
+    def _drop_rollouts(self, step: int) -> None:
+        """Remove the rollout files of steps that nobody needs, except their batch manifests."""
         run, spec = self._run, self._run.spec
-        folder = run.states
-        write = save_state(folder, info, state, keep=spec.checkpoints.keep, beside=beside)
-
-        def finish() -> None:
-            write()
-            if run.peers.first:
-                # A step trains rollouts leased up to `async_level` steps before it.
-                lag = 0 if spec.supervised else spec.grpo.async_level
-                needed, kept = state_steps(folder)[0] - lag, spec.storage.rollouts
-                passed = needed if kept is None else min(needed, info.step - kept)
-                _drop_rollouts(run.folder, passed)
-
-        return finish
-
-
-def _drop_rollouts(run_dir: Path, passed: int) -> None:
-    """Remove the rollout files of steps before `passed`, except their batch manifests."""
-    for old in numbered(run_dir / "rollouts", "step_"):
-        if old < passed:
-            for path in step_folder(run_dir, old).iterdir():
+        if not run.peers.first:
+            return
+        # A step trains rollouts leased up to `async_level` steps before it.
+        lag = 0 if spec.supervised else spec.grpo.async_level
+        needed, kept = state_steps(run.states)[0] - lag, spec.storage.rollouts
+        passed = needed if kept is None else min(needed, step - kept)
+        for old in run_files.numbered(run.folder / "rollouts", "step_"):
+            for path in run_files.step_folder(run.folder, old).iterdir() if old < passed else ():
                 if path.suffix in (".safetensors", ".json") and path.name != BATCH_FILE:
                     path.unlink(missing_ok=True)
+
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+
+
+def export_adapter(run_dir: Path, out_dir: Path, *, step: int | None = None) -> int:
+    """Writes the adapters of a full state; policy version `step` is the base with them merged.
+
+        adapter_config.json          rank, alpha and the matrices that have an adapter
+        adapter_model.safetensors    for each of them lora_A [r, in] and lora_B [out, r], float32
+
+    The format is that of https://github.com/huggingface/peft. The tree is that of
+    `learner_jax.model`: leaves `a` [L, in..., r] and `b` [L, r, out...] for each matrix W of the
+    layers, to which they add (alpha / r) A B.
+
+    Args:
+        run_dir: of a run with `learner.lora`.
+        out_dir: the PEFT directory; must not exist.
+        step: of which full state; by default the newest.
+
+    Returns:
+        The step.
+
+    Raises:
+        UserError: no LoRA run, no such state, a damaged one, or `out_dir` exists.
+    """
+    spec = load_resolved(run_dir)
+    lora, states = spec.learner.lora, run_files.state_folder(run_dir, spec)
+    if lora is None:
+        raise UserError("this run trains no adapters", place="learner.lora")
+    steps = state_steps(states)
+    if not steps or step not in (None, *steps):
+        there = ", ".join(map(str, steps)) or "none"
+        raise UserError(f"no full state of step {step}; there are: {there}", place=str(states))
+    step = steps[-1] if step is None else step
+    checkpoint.check_state(states, step)
+    model_dir, folder = (
+        initial_model(run_dir),
+        states / f"step_{step}" / ARRAYS_NAME,
+    )
+    config = load_config(model_dir)
+    entries = adapter_map(config, rank=lora.rank, targets=lora.targets)
+    shapes = {("params", *entry.path): entry.leaf_shape for entry in entries}
+    stores = open_leaves(folder, shapes, among_others=True)
+    leaves = {path[1:]: read_leaf(store, path[1:], place=folder) for path, store in stores.items()}
+    base = spec.model.hf or str(model_dir.resolve())
+    write_adapter(out_dir, leaves, config, lora=lora, base_model=base)
+    return step
+
+
+def adapter_map(config: ModelConfig, *, rank: int, targets: Sequence[str]) -> list[Entry]:
+    """The map of the adapters: two entries for each target, in the model's order.
+
+    Args:
+        config: of the base model.
+        rank: r.
+        targets: matrices of a layer that have an adapter, such as "q" and "down".
+    """
+    sizes = {**axis_sizes(config), "r": rank}
+    return [entry(row, sizes) for row in adapter_rows(config, targets)]
+
+
+def write_adapter(
+    out_dir: Path,
+    leaves: Mapping[LeafPath, np.ndarray],
+    config: ModelConfig,
+    *,
+    lora: Lora,
+    base_model: str,
+) -> None:
+    """Writes a PEFT directory, which appears by one rename.
+
+    Args:
+        out_dir: must not exist.
+        leaves: every leaf of `adapter_map` by its path, float32.
+        config: of the base.
+        lora: rank, scale and matrices of the adapters.
+        base_model: where PEFT will look for the base: a repository or a directory.
+
+    Raises:
+        UserError: `out_dir` exists, or cannot be written.
+    """
+    entries = adapter_map(config, rank=lora.rank, targets=lora.targets)
+    said = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({leaf.hf_name.rsplit(".", 3)[1] for leaf in entries}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+    with output_directory(out_dir) as folder:
+        write_leaves(folder / WEIGHTS_NAME, entries, leaves)
+        (folder / CONFIG_NAME).write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")

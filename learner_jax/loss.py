@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from learner_jax.loss_metrics import MAX_LOG_RATIO, LossMetrics, log_ratio_counts
+from learner_jax.metrics import MAX_LOG_RATIO, LossMetrics, log_ratio_counts
 from learner_jax.packing import LossInputs
 from runspec.core.spec.schema import Clip, Grpo
 

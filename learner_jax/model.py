@@ -138,8 +138,14 @@ def init_params(config: ModelConfig, key: Array) -> dict[str, Any]:
 def draw(abstract: Any, key: Array) -> Any:
     """Draws the arrays of a tree of `Parameter`."""
     paths, tree = jax.tree.flatten_with_path(abstract)
-    # By name, whatever module of a layer holds it: values outlive a change of modules.
-    order = sorted(range(len(paths)), key=lambda number: _draw_order(paths[number][0]))
+
+    def place(number: int) -> tuple[Any, ...]:
+        # By the tree's part, the parameter's module, and a weight before its bias; whatever module
+        # of a layer holds it: values outlive a change of modules.
+        names = [entry.key for entry in paths[number][0]]
+        return names[0], names[-2:-1], names[-1] == "bias", names[-1]
+
+    order = sorted(range(len(paths)), key=place)
     leaves = [paths[number][1] for number in order]
     # One draw, cut up: a draw for each leaf takes ten times as long to compile.
     ends = np.cumsum([leaf.size for leaf in leaves]).tolist()
@@ -149,12 +155,6 @@ def draw(abstract: Any, key: Array) -> Any:
         for number, leaf, part in zip(order, leaves, parts, strict=True)
     }
     return jax.tree.unflatten(tree, [drawn[number] for number in range(len(paths))])
-
-
-def _draw_order(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Sorts by the tree's part, the parameter's module, and a weight before its bias."""
-    names = [entry.key for entry in path]
-    return names[0], names[-2:-1], names[-1] == "bias", names[-1]
 
 
 def abstract_lora(config: ModelConfig, lora: schema.Lora) -> dict[str, Any]:

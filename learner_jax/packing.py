@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from pydantic import ConfigDict
 
 from runspec.core.errors import UserError
 
+ARRAYS = ConfigDict(arbitrary_types_allowed=True)
+"""Pydantic's config of dataclasses that hold arrays."""
 Data = Any
 """numpy on the host, `jax.Array` on the mesh, `jax.ShapeDtypeStruct` before either exists."""
 

@@ -123,7 +123,12 @@ def divide(inputs: Sequence[PrefillInput], shape: Shape) -> list[list[Place]]:
     parts: list[list[Place]] = []
     room: list[int] = []  # of each row of the part
     used = predicted = 0
-    for members in _longest_first(inputs):
+
+    def size_of(member: int) -> int:
+        return len(inputs[member].prompt_tokens) + len(inputs[member].output_tokens)
+
+    groups = [sorted(members, key=size_of, reverse=True) for members in by_prompt(inputs)]
+    for members in sorted(groups, key=lambda members: size_of(members[0]), reverse=True):
         length, prompt = len(inputs[members[0]].prompt_tokens), -1
         for member in members:
             count = len(inputs[member].output_tokens)
@@ -191,16 +196,6 @@ def halved(shape: Shape, parts: Sequence[Sequence[Place]], inputs: Sequence[Pref
         if max(used, sum(counts)) > half.positions or rows > half.rows:
             return shape
     return half
-
-
-def _longest_first(inputs: Sequence[PrefillInput]) -> list[list[int]]:
-    """The rollouts of each prompt, the longest first; so the prompts."""
-
-    def length(member: int) -> int:
-        return len(inputs[member].prompt_tokens) + len(inputs[member].output_tokens)
-
-    groups = [sorted(members, key=length, reverse=True) for members in by_prompt(inputs)]
-    return sorted(groups, key=lambda members: length(members[0]), reverse=True)
 
 
 MICROBATCH_TOKENS = 1 << 15
@@ -404,18 +399,17 @@ def _judge(
             found,
         )
 
-    # Only as many chunks as hold output tokens: prompts and padding cost no logits.
-    chunks = (query.count + chunk - 1) // chunk
-    return jax.lax.fori_loop(0, chunks, one_chunk, _zeros(count, wanted))
-
-
-def _zeros(count: int, wanted: Wanted) -> TokenFacts:
-    """Return the arrays into which the chunks are written."""
+    # The arrays into which the chunks are written.
     zeros = jnp.zeros(count, jnp.float32)
     columns = {"log_powers": len(POWERS), "log_heads": len(HEADS)}
     shapes = ((count, columns[n]) if n in columns else (count,) for n in Choices._fields)
-    choices = Choices(*(jnp.zeros(shape, jnp.float32) for shape in shapes))
-    return TokenFacts(zeros, zeros if wanted.gaps else None, choices if wanted.choices else None)
+    choices = (
+        Choices(*(jnp.zeros(shape, jnp.float32) for shape in shapes)) if wanted.choices else None
+    )
+    empty = TokenFacts(zeros, zeros if wanted.gaps else None, choices)
+    # Only as many chunks as hold output tokens: prompts and padding cost no logits.
+    chunks = (query.count + chunk - 1) // chunk
+    return jax.lax.fori_loop(0, chunks, one_chunk, empty)
 
 
 def _repeat(count: int, step: Callable[[Any], Any], state: Any) -> Any:

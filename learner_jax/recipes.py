@@ -10,22 +10,19 @@ from typing import Any
 import numpy as np
 
 from learner_jax.batch import Batch, BatchReader
+from learner_jax.corpus.packed import CorpusRows
 from learner_jax.feed import (
     BatchFeed,
     DocumentBatch,
     DocumentReader,
+    ManifestReader,
     Reader,
-    decode_batch,
-    decode_documents,
-    decode_rows,
-    encode_batch,
-    encode_documents,
-    encode_rows,
+    decode,
+    encode,
 )
 from learner_jax.full_states import Start
 from learner_jax.islands.mirror import MirroredReader
 from learner_jax.learner_run import LearnerRun
-from learner_jax.manifests import ManifestReader
 from learner_jax.report import DocumentRecords, Records, RolloutRecords
 from learner_jax.step import Programs, TrainState
 from learner_jax.supervised import held_out_loss, supervised_step
@@ -71,7 +68,7 @@ def recipe_of(run: LearnerRun, programs: Programs, stop: threading.Event) -> Rec
     return kind(run, programs, stop)
 
 
-def _source(run: LearnerRun, reader: Reader[Any] | None) -> Reader[Any] | None:
+def _source(run: LearnerRun, reader: Reader | None) -> Reader | None:
     """A reader that waits for the run's files wherever they come from."""
     return reader if reader is None or run.trunk else MirroredReader(run, reader)
 
@@ -84,7 +81,7 @@ class Rollouts(Recipe):
         first, key = run.peers.first, run.root_public_key
         self.reader = BatchReader(run.folder, run.spec, key(), run.island) if first else None
         source = _source(run, self.reader)
-        self.feed = BatchFeed(source, run.peers, stop, run.log, encode_batch, decode_batch)
+        self.feed = BatchFeed(source, run.peers, stop, run.log, Batch)
         self.records = RolloutRecords(run) if first else None
 
     def train(
@@ -119,16 +116,16 @@ class Documents(Recipe):
         def open_documents() -> bytes:
             opened.append(DocumentReader(run, run.root_public_key()))
             held_out = opened[0].corpus.held_out()
-            return b"" if held_out is None else encode_rows(held_out)
+            return b"" if held_out is None else encode(held_out)
 
         # The other processes are given what process 0 reads: they need no file of the data.
         held_out = peers.from_first(open_documents)
         # Every island would find the same: the trunk's measures.
-        self._held_out = decode_rows(held_out) if held_out and run.trunk else None
+        self._held_out = decode(held_out, CorpusRows) if held_out and run.trunk else None
         self.reader = opened[0] if opened else None
         self.corpus = peers.json_from_first(lambda: opened[0].corpus.digest)
         source = _source(run, self.reader)
-        self.feed = BatchFeed(source, peers, stop, run.log, encode_documents, decode_documents)
+        self.feed = BatchFeed(source, peers, stop, run.log, DocumentBatch)
         self.records = DocumentRecords(run, self.reader.corpus) if self.reader else None
 
     def train(

@@ -7,7 +7,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,18 +42,12 @@ FROM_STATS = {
 """Key of a line: name of the figure in the manifest's `stats`."""
 
 
-@dataclass(frozen=True)
-class Times:
-    """Where the learner's time went since the step before."""
-
-    train_s: float
-    """Seconds of work."""
-    waits: Mapping[str, float]
-    """Seconds of waiting, by whom or what it was for."""
-
-
 def work_line(
-    result: StepResult, useful: float, peak: float | None, times: Times
+    result: StepResult,
+    useful: float,
+    peak: float | None,
+    train_s: float,
+    waits: Mapping[str, float],
 ) -> dict[str, Any]:
     """What the line of a step says of any run: numbers, speed, and where the time went.
 
@@ -70,9 +63,10 @@ def work_line(
         result: what came of the step.
         useful: FLOPs (`runspec.core.models.parameters.useful_flops`).
         peak: FLOP/s of all devices; None where it is not known, as for CPUs. Both are null then.
-        times: since the step before.
+        train_s: seconds of work since the step before.
+        waits: seconds of waiting since then, by whom or what it was for.
     """
-    train_s, waits, wait_s = times.train_s, times.waits, sum(times.waits.values())
+    wait_s = sum(waits.values())
     return {
         "time": time.time(),
         **result.numbers,
@@ -165,7 +159,8 @@ class Records(ABC):
         self,
         batch: Any,
         result: StepResult,
-        times: Times,
+        train_s: float,
+        waits: Mapping[str, float],
         *,
         replay_difference: float | None,
         islands: dict[str, Any] | None,
@@ -176,7 +171,7 @@ class Records(ABC):
         Args:
             batch: what was trained.
             result: what came of it.
-            times: since the step before.
+            train_s, waits: see `work_line`.
             replay_difference: `VersionWriter.difference`; the next new line has the largest of a
                 replay.
             islands: the commit that an island followed; None for a run with one learner.
@@ -191,7 +186,7 @@ class Records(ABC):
         line = {
             "version": step + 1,
             **own,
-            **work_line(result, useful, self._peak, times),
+            **work_line(result, useful, self._peak, train_s, waits),
             "replay_difference": self._replay_difference,
             "islands": islands,
         }
@@ -202,7 +197,7 @@ class Records(ABC):
             log.warning("step %d: %s", step, skipped)
         log.info(
             "step %d: %s, trained %.2f s, waited %.2f s",
-            *(step, self._summary(line), times.train_s, line["wait_s"]),
+            *(step, self._summary(line), train_s, line["wait_s"]),
         )
 
     @abstractmethod
@@ -263,9 +258,9 @@ class DocumentRecords(Records):
         corpus, rows, held_out = self._corpus, batch.manifest.rows, held_out_nll is not None
         nll = held_out_nll or 0.0
         return document_lengths(batch.rows.batch), {
-            "bits_per_byte": result.numbers["nll"] / math.log(2) / corpus.bytes_per_token,
-            "held_out_nll": nll / corpus.held_out_tokens if held_out else None,
-            "held_out_bits_per_byte": nll / math.log(2) / corpus.held_out_bytes
+            "bits_per_byte": result.numbers["nll"] / math.log(2) / corpus.totals.bytes_per_token,
+            "held_out_nll": nll / corpus.kept.trained_tokens if held_out else None,
+            "held_out_bits_per_byte": nll / math.log(2) / corpus.kept.text_bytes
             if held_out
             else None,
             "learning_rate": float(self._rate((batch.manifest.step + 1) * self._updates - 1)),

@@ -1,33 +1,45 @@
-"""Scores given tokens with a model, to compare it with transformers or vLLM."""
+"""Scores given tokens, to compare a model with transformers or vLLM; scores and embeds documents.
+
+A document that is longer than the context is cut into windows, each with the tokenizer's special
+tokens. Documents stream through; only some rows are in memory at a time.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from itertools import groupby, tee
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
+from tokenizers import Tokenizer
 
+from learner_jax.corpus.documents import Counts, Document, Kind, read_all, reported
 from learner_jax.leaves import load_params
 from learner_jax.model import bind
 from learner_jax.packing import Sample, TokenBatch, pack
 from learner_jax.sharding import Execution, full_float32, make_mesh, shard_batch
 from learner_jax.step import policy_logprobs
 from runspec.core.errors import UserError
+from runspec.core.files import atomic_file, write_atomic
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import load_config
 from runspec.core.models.hardware import xla_threads
 from runspec.core.spec import schema
+from runspec.core.tokenizer_files import read_tokenizer
 
 MAX_LINE_BYTES = 1 << 24
 MICROBATCH_TOKENS = 1 << 13
@@ -181,8 +193,6 @@ def score_lines(
 ) -> Iterator[np.ndarray]:
     """Log-probs, at temperature 1, of tokens 2..n of every line given those before them.
 
-    Lines are packed into rows of one shape, so one program is compiled.
-
     Args:
         params: the model on `execution.mesh`.
         config: its shape.
@@ -199,33 +209,229 @@ def score_lines(
     multiple = ROW_MULTIPLE * context
     tokens = -(-max(longest, min(MICROBATCH_TOKENS // 4, total // shards)) // multiple) * multiple
     rows = shards * max(1, MICROBATCH_TOKENS * context // tokens)
-    for window in _windows(lines):
+    program = partial(token_scores, config=config, execution=execution)
+    found = in_rows(program, params, execution.mesh, lines, tokens, rows, WINDOW_TOKENS)
+    return (logprobs[:-1] for logprobs in found)
+
+
+def in_rows(
+    program: Callable[[Any, TokenBatch], Array],
+    params: Any,
+    mesh: Mesh,
+    sequences: Iterable[np.ndarray],
+    tokens: int,
+    rows: int,
+    together: int,
+) -> Iterator[np.ndarray]:
+    """Yield what a program computes at the positions of each sequence, [n, ...], in order.
+
+    Sequences are packed into rows of one shape, so one program is compiled.
+
+    Args:
+        program: from parameters and a microbatch to values [rows, tokens, ...].
+        params: the model on the mesh.
+        mesh: cuts the rows.
+        sequences: int32 [n] each, n at least 2.
+        tokens, rows: shape of a microbatch.
+        together: tokens that are packed together, and in memory at a time.
+    """
+    shards, left = mesh.shape["data"] * mesh.shape["fsdp"], iter(sequences)
+    while some := list(_some(left, together)):
         packed = pack(
-            [Sample(ids[:1], ids[1:]) for ids in window], tokens=tokens, rows=rows, shards=shards
+            [Sample(ids[:1], ids[1:]) for ids in some], tokens=tokens, rows=rows, shards=shards
         )
-        batches = (
-            shard_batch(packed.token_batch(index), execution.mesh)
+        values = [
+            np.asarray(program(params, shard_batch(packed.token_batch(index), mesh)))
             for index in range(packed.microbatches)
-        )
-        found = [np.asarray(_logprobs(params, batch, config, execution)) for batch in batches]
-        yield from packed.gather(np.stack(found))
+        ]
+        for ids, at in zip(some, packed.placements, strict=True):
+            yield values[at.microbatch][at.row, at.start : at.start + len(ids)]
 
 
-def _windows(lines: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    window: list[np.ndarray] = []
+def _some(sequences: Iterator[np.ndarray], together: int) -> Iterator[np.ndarray]:
+    """Yield sequences of `together` tokens, or what is left."""
     size = 0
-    for ids in lines:
-        window.append(ids)
+    for ids in sequences:
+        yield ids
         size += len(ids)
-        if size >= WINDOW_TOKENS:
-            yield window
-            window, size = [], 0
-    if window:
-        yield window
+        if size >= together:
+            return
 
 
 @partial(jax.jit, static_argnames=("config", "execution"))
-def _logprobs(
-    params: Any, batch: TokenBatch, config: ModelConfig, execution: Execution
+def token_scores(
+    params: Any, batch: TokenBatch, *, config: ModelConfig, execution: Execution
 ) -> Float[Array, "B T"]:
+    """Log-probs of the targets at temperature 1."""
     return policy_logprobs(bind(config, params), batch, execution, temperature=1.0)[0]
+
+
+ROW_TOKENS = 1 << 11
+"""Shortest row; many short documents share one."""
+PACKED_TOKENS = 1 << 17
+"""Tokens that are packed together."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A piece of a document, as the model reads it."""
+
+    document: tuple[int, str]
+    """Number of the document, from 0, and its name."""
+    ids: np.ndarray
+    """i32 [n], special tokens included."""
+    counted: np.ndarray
+    """bool [n]: no special token."""
+    characters: np.ndarray
+    """i32 [n]: characters that end with each token; tokens may share one of several bytes."""
+
+
+def windows(
+    documents: Iterable[Document], tokenizer: Tokenizer, config: ModelConfig, context: int
+) -> Iterator[Window]:
+    """Yield the windows of each document, of at most `context` tokens.
+
+    Raises:
+        UserError: a token is beyond the model's vocabulary, or a document has no two tokens.
+    """
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(context)
+    for number, document in enumerate(documents):
+        encoded = tokenizer.encode(document.value)
+        for piece in (encoded, *encoded.overflowing):
+            ids = np.array(piece.ids, np.int32)
+            if ids.size and ids.max() >= config.vocab_size:
+                raise UserError(
+                    f"token {ids.max()} of a vocabulary of {config.vocab_size}",
+                    place=f"document {document.name}",
+                    remedy="the tokenizer is not this model's",
+                )
+            begins, ends = np.array(piece.offsets, np.int32).reshape(-1, 2).T
+            before = np.maximum.accumulate(np.concatenate([[0], ends[:-1]]))
+            characters = np.maximum(ends - np.maximum(begins, before), 0)
+            if len(ids) > 1:
+                counted = ~np.array(piece.special_tokens_mask, bool)
+                yield Window((number, document.name), ids, counted, characters)
+            elif piece is encoded:
+                raise UserError(
+                    "one token, which has no log-prob",
+                    place=f"document {document.name}",
+                    remedy="leave it out",
+                )
+
+
+def _by_document(
+    program: Callable[..., Array], options: Options, log: logging.Logger
+) -> Iterator[tuple[str, Iterator[tuple[Window, np.ndarray]]]]:
+    """Yield the name of each document, and its windows with what a program computes of them."""
+    config = load_config(options.model_dir)
+    tokenizer = read_tokenizer(options.model_dir / "tokenizer.json")
+    context = options.context or config.max_position_embeddings
+    config.check_length(context, place="--context")
+    if context < (least := max(2, tokenizer.num_special_tokens_to_add(is_pair=False) + 1)):
+        raise UserError(
+            f"{context} tokens; a window has at least {least}, special tokens included",
+            place="--context",
+            remedy="raise it, or leave it to the model",
+        )
+    params, execution = load_model(
+        options.model_dir, config, log, dtype=options.dtype, mesh=options.mesh
+    )
+    mesh, counts = execution.mesh, Counts()
+    assert mesh is not None, "`load_model` gives one"
+    multiple = ROW_MULTIPLE * mesh.shape["context"]
+    tokens = -(-max(ROW_TOKENS, context) // multiple) * multiple
+    rows = mesh.shape["data"] * mesh.shape["fsdp"]
+    documents = read_all(options.files, counts, kind=options.kind, column=options.column)
+    found, read = tee(windows(documents, tokenizer, config, context))
+    bound, ids = partial(program, config=config, execution=execution), (each.ids for each in read)
+    values = in_rows(bound, params, mesh, ids, tokens, rows, PACKED_TOKENS)
+    grouped = groupby(zip(found, values, strict=True), lambda pair: pair[0].document)
+    return ((name, pairs) for (_, name), pairs in reported(grouped, counts, log))
+
+
+@partial(jax.jit, static_argnames=("config", "execution"))
+def _hidden(
+    params: Any, batch: TokenBatch, *, config: ModelConfig, execution: Execution
+) -> Float[Array, "B T D"]:
+    policy = bind(config, params)
+    return policy(batch.tokens, batch.segment_ids, batch.positions, execution).astype("float32")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of both commands."""
+
+    model_dir: Path
+    files: Sequence[Path]
+    kind: Kind | None
+    column: str
+    context: int | None
+    dtype: str | None
+    mesh: str | None
+
+
+def score_sequences(options: Options, out: Path | None, log: logging.Logger) -> None:
+    """Write name, tokens, characters and bits a character of each document, tab-separated.
+
+    The bits are - log2 p of its tokens, each given those before it. The first token of a window has
+    no log-prob unless the tokenizer puts a special token before it.
+
+    Args:
+        options: model and files.
+        out: a file in place of standard output.
+        log: receives progress.
+
+    Raises:
+        UserError: the model or a file cannot be read, a log-prob is not finite, or `out` cannot be
+            written.
+    """
+    found = _by_document(token_scores, options, log)
+    with writable(out) as stream:
+        stream.write("name\ttokens\tcharacters\tbits_per_character\n")
+        for name, pairs in found:
+            tokens, characters, nats = 0, 0, 0.0
+            for window, logprobs in pairs:
+                counted = window.counted[1:]
+                tokens += int(counted.sum())
+                characters += int(window.characters[1:].sum(where=counted))
+                nats -= float(logprobs[:-1].sum(where=counted, dtype=np.float64))
+            if not math.isfinite(nats):
+                raise UserError("log-probs are not finite", place=f"document {name}")
+            rate = nats / math.log(2) / max(characters, 1)
+            stream.write(f"{name}\t{tokens}\t{characters}\t{rate:.6g}\n")
+
+
+def embed_sequences(options: Options, out: Path, names: Path | None, log: logging.Logger) -> None:
+    """Write the mean hidden states of the documents, in order, as .npy: float32 [documents, D].
+
+    Args:
+        options: model and files.
+        out: the file; it appears when all is written.
+        names: a file for the documents' names, one a line; None for no file.
+        log: receives progress.
+
+    Raises:
+        UserError: the model or a file cannot be read, or a file cannot be written.
+    """
+    found, size = _by_document(_hidden, options, log), load_config(options.model_dir).hidden_size
+    written = list[str]()
+    with atomic_file(out) as file:
+        _write_header(file, 0, size)
+        for name, pairs in found:
+            total, count = np.zeros(size), 0
+            for window, hidden in pairs:  # all of its tokens count
+                total += hidden.sum(axis=0, dtype=np.float64)
+                count += len(window.ids)
+            file.write((total / count).astype(np.float32).tobytes())
+            written.append(name)
+        file.seek(0)
+        _write_header(file, len(written), size)
+    if names is not None:
+        write_atomic(names, "".join(f"{name}\n" for name in written).encode())
+
+
+def _write_header(file: BinaryIO, rows: int, columns: int) -> None:
+    """Write numpy's header, whose length does not depend on the number of rows."""
+    header = {"descr": "<f4", "fortran_order": False, "shape": (rows, columns)}
+    np.lib.format.write_array_header_1_0(file, header)

@@ -26,9 +26,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from learner_jax.logprobs import Level, token_logprobs
+from learner_jax.logprobs import DocumentMetrics, Level, document_loss, token_logprobs
 from learner_jax.loss import grpo_loss
-from learner_jax.loss_metrics import LossMetrics
+from learner_jax.metrics import LossMetrics
 from learner_jax.model import Policy, abstract_lora, abstract_params, bind, init_lora, merge_lora
 from learner_jax.optimizer import abstract_state as abstract_moments
 from learner_jax.optimizer import apply_gradients, build_optimizer, init_state
@@ -39,9 +39,9 @@ from learner_jax.sharding import (
     check_packing,
     execution,
     param_shardings,
+    shard_batch,
     wide_dtype,
 )
-from learner_jax.supervised_loss import DocumentMetrics, document_loss
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec
@@ -225,6 +225,29 @@ def build_programs(
         accumulate=jax.jit(run.accumulate, out_shardings=summed),
         apply=jax.jit(run.apply, out_shardings=(state, replicated), donate_argnums=0),
     )
+
+
+def compile_ahead(
+    mesh: Mesh,
+    programs: Programs,
+    state: TrainState,
+    scored: Any | None,
+    base: Any | None = None,
+) -> None:
+    """Compiles the large programs, on no microbatch, while there is nothing to train yet.
+
+    Args:
+        mesh, programs, state: of the run.
+        scored: parameters whose log-probs the run needs; None where it needs none.
+    """
+    tokens, inputs = shard_batch(
+        jax.tree.map(lambda like: np.zeros(like.shape, like.dtype), programs.abstract_batch), mesh
+    )
+    total = jax.block_until_ready(programs.accumulate(state.params, tokens, inputs, 0, base))
+    # Into the compile cache alone: a call would use up the state.
+    programs.apply.lower(state, total).compile()  # type: ignore[attr-defined]
+    if scored is not None:
+        jax.block_until_ready(programs.score(scored, tokens, 0))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -42,15 +41,32 @@ def supervised_step(
         UserError: the rows of an update train no token.
     """
     begun = time.perf_counter()
-    shares = list(_shares(spec, mesh, rows))
-    state, numbers, skipped = make_updates(spec, "a step", programs, state, shares, base)
-    return StepResult(
-        state,
-        numbers,
-        skipped,
+    updates, packing = spec.algorithm.updates_per_step, spec.learner.packing
+    shape = (updates, microbatch_bound(spec), packing.rows, packing.tokens)
+    batch = jax.tree.map(lambda x: x.reshape(shape), rows.batch)
+    names = [f"row {number} of the update" for number in range(shape[1] * shape[2])]
+    shares = []
+    for update, weights in enumerate(rows.weights.reshape(shape)):
+        total = float(weights.sum(dtype=np.float64))
+        if total == 0.0:
+            raise UserError(
+                "the rows of an update train no token",
+                place="data.sources",
+                remedy="see that the conversations have an assistant's part",
+            )
+        own = (weights / total).astype(weights.dtype)
+        # The last microbatches of an update may train no token: they are not computed.
+        real = int(np.flatnonzero(own.any(axis=(1, 2)))[-1]) + 1
+        tokens = jax.tree.map(lambda x, at=update: x[at], batch)
+        on_mesh = shard_batch((tokens, LossInputs(own)), mesh)
+        shares.append(
+            Share(*on_mesh, real, names, lambda values: [*values.reshape(-1, packing.tokens)])
+        )
+    return make_updates(
+        *(spec, "a step", programs, state, shares, base),
         tokens=int((rows.batch.segment_ids > 0).sum()),
         positions=rows.weights.size,
-        update_s=time.perf_counter() - begun,
+        begun=begun,
     )
 
 
@@ -95,31 +111,3 @@ def score_rows(
         scores = programs.score(weights, on_mesh, real)
         found.append(multihost_utils.process_allgather(scores, tiled=True))
     return np.concatenate(found).reshape(-1, packing.tokens)[:count]
-
-
-def _shares(spec: RunSpec, mesh: Mesh, rows: CorpusRows) -> Iterator[Share]:
-    """The microbatches of each update, [M, rows, tokens], with weights that sum to 1.
-
-    The last microbatches of an update may train no token: they are not computed.
-
-    Raises:
-        UserError: an update trains no token.
-    """
-    updates, packing = spec.algorithm.updates_per_step, spec.learner.packing
-    shape = (updates, microbatch_bound(spec), packing.rows, packing.tokens)
-    batch = jax.tree.map(lambda x: x.reshape(shape), rows.batch)
-    weights = rows.weights.reshape(shape)
-    names = [f"row {number} of the update" for number in range(shape[1] * shape[2])]
-    for update in range(updates):
-        total = float(weights[update].sum(dtype=np.float64))
-        if total == 0.0:
-            raise UserError(
-                "the rows of an update train no token",
-                place="data.sources",
-                remedy="see that the conversations have an assistant's part",
-            )
-        own = (weights[update] / total).astype(weights.dtype)
-        real = int(np.flatnonzero(own.any(axis=(1, 2)))[-1]) + 1
-        tokens = jax.tree.map(lambda x, at=update: x[at], batch)
-        on_mesh = shard_batch((tokens, LossInputs(own)), mesh)
-        yield Share(*on_mesh, real, names, lambda values: [*values.reshape(-1, packing.tokens)])

@@ -20,19 +20,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from learner_jax.checkpoint import Saver
 from learner_jax.compile_cache import CompileCounter
 from learner_jax.distributed import Peers, Word, mesh_devices
 from learner_jax.full_states import Start, StateWriter, find_start
 from learner_jax.islands.island import Alone, Island, join
-from learner_jax.islands.joining import Behind, Stopped
+from learner_jax.islands.state import Behind, Stopped
 from learner_jax.learner_run import IslandLink, LearnerRun
 from learner_jax.metrics import Clock
 from learner_jax.recipes import Recipe, recipe_of
-from learner_jax.report import Times
-from learner_jax.saver import Saver
 from learner_jax.sharding import full_float32, make_mesh
-from learner_jax.step import Programs, build_programs
-from learner_jax.training import compile_ahead
+from learner_jax.step import Programs, build_programs, compile_ahead
 from learner_jax.versions import VersionWriter, build_probe, fingerprint
 from runspec.core.errors import UserError
 from runspec.core.metrics import serve_metrics
@@ -165,10 +163,10 @@ class _Loop:
             self.version = self._island.version
             self._publish()
         if result is not None:
-            times = Times(*self._clock.take())
+            times = self._clock.take()
             if self._recipe.records is not None:
                 self._recipe.records.write(
-                    *(batch, result, times),
+                    *(batch, result, *times),
                     replay_difference=self._versions.difference,
                     islands=self._island.last,
                     held_out_nll=self._recipe.held_out_nll,

@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from learner_jax.batch import Batch, TrainingRollout
+from learner_jax.batch import Batch
 from learner_jax.loss import token_weights
 from learner_jax.packing import LossInputs, Sample, TokenBatch, pack
 from learner_jax.sharding import shard_batch
@@ -31,33 +31,20 @@ NAMED = 8
 
 
 @dataclass(frozen=True)
-class RolloutName:
-    """Where a person finds a rollout again."""
-
-    submission: str
-    """Digest of its submission."""
-    group: int
-    sample: int
-
-    def __str__(self) -> str:
-        return f"{self.submission[:16]} group {self.group} sample {self.sample}"
-
-
-@dataclass(frozen=True)
 class SkippedUpdate:
     """An update that was not made."""
 
     update: int
     """Number of the update in the step, from 0."""
-    rollouts: tuple[RolloutName | str, ...]
-    """Those with a number that is not finite, or rows of documents with one; all of the update
-    where no number tells."""
+    names: tuple[str, ...]
+    """Names of the rollouts, or rows of documents, with a number that is not finite; of all in the
+    update where no number tells."""
     identified: bool
     """Whether their numbers identify them."""
 
     def __str__(self) -> str:
-        names = "; ".join(str(name) for name in self.rollouts[:NAMED])
-        more = f" and {len(self.rollouts) - NAMED} more" if len(self.rollouts) > NAMED else ""
+        names = "; ".join(self.names[:NAMED])
+        more = f" and {len(self.names) - NAMED} more" if len(self.names) > NAMED else ""
         which = (
             "numbers that are not finite in" if self.identified else "finite log-probs, in it were"
         )
@@ -93,8 +80,8 @@ class Share:
     """Inputs of the loss; log-probs are from before the first update."""
     microbatches: int
     """Those that train a token; the rest of M is padding."""
-    names: Sequence[RolloutName | str]
-    """Of the rollouts, or of the rows of documents."""
+    names: Sequence[str]
+    """Names of the rollouts, or of the rows of documents, for messages."""
     by_name: Callable[[np.ndarray], Sequence[np.ndarray]]
     """Values of each name, from values [M, rows, tokens]."""
 
@@ -124,10 +111,20 @@ def train_step(
         RunStopped: more than `optimizer.max_skipped` updates in a row were not finite.
     """
     begun = time.perf_counter()
+    groups = [
+        [(f"{named.submission[:16]} group {named.group} sample {i}", r) for i, r in enumerate(own)]
+        for named, own in zip(batch.named, batch.groups, strict=True)
+    ]
+    parts = spec.grpo.updates_per_step
+    bounds = [round(i * len(groups) / parts) for i in range(parts + 1)]
     # All of pi_old before the first update: that is what makes it the version's.
     shares = []
-    for named in _split(batch, spec.grpo.updates_per_step):
-        names, rollouts = zip(*named, strict=True)
+    for start, stop in pairwise(bounds):
+        if start == stop:  # an incomplete step may have fewer groups than parts
+            continue
+        names, rollouts = zip(
+            *(each for group in groups[start:stop] for each in group), strict=True
+        )
         packed = pack(
             [Sample(rollout.prompt_tokens, rollout.output_tokens) for rollout in rollouts],
             tokens=spec.learner.packing.tokens,
@@ -152,15 +149,12 @@ def train_step(
         shares.append(Share(tokens, inputs, count, names, packed.gather))
     jax.block_until_ready([share.inputs for share in shares])
     scored = time.perf_counter()
-    what = f"step {batch.manifest.step}"
-    state, numbers, skipped = make_updates(spec, what, programs, state, shares, base)
-    return StepResult(
-        state,
-        numbers,
-        skipped,
+    what, size = f"step {batch.manifest.step}", shares[0].tokens.tokens[0].size
+    return make_updates(
+        *(spec, what, programs, state, shares, base),
         tokens=sum(len(r.prompt_tokens) + len(r.output_tokens) for r in batch.rollouts),
-        positions=sum(s.microbatches * s.tokens.tokens[0].size for s in shares),
-        update_s=time.perf_counter() - scored,
+        positions=sum(share.microbatches for share in shares) * size,
+        begun=scored,
         score_s=scored - begun,
     )
 
@@ -172,7 +166,12 @@ def make_updates(
     state: TrainState,
     shares: Sequence[Share],
     base: Any | None,
-) -> tuple[TrainState, dict[str, float], tuple[SkippedUpdate, ...]]:
+    *,
+    tokens: int,
+    positions: int,
+    begun: float,
+    score_s: float = 0.0,
+) -> StepResult:
     """Make an optimizer update of each share.
 
     Attention does not cross samples, so a rollout or a document spoils only its own log-probs:
@@ -184,9 +183,8 @@ def make_updates(
         state: used up.
         shares: in training order.
         base: the frozen weights under adapters; None where the weights are trained.
-
-    Returns:
-        The new state, the numbers of the step, and the updates that were not made.
+        tokens, positions, score_s: see `StepResult`.
+        begun: when the updates began, by `time.perf_counter`.
 
     Raises:
         RunStopped: more than `optimizer.max_skipped` updates in a row were not finite.
@@ -219,42 +217,8 @@ def make_updates(
             place="optimizer.max_skipped",
             remedy="lower optimizer.lr or clip_norm; the newest full state is from before this",
         )
-    return state, step_numbers(outcomes), tuple(skipped)
-
-
-def compile_ahead(
-    mesh: Mesh,
-    programs: Programs,
-    state: TrainState,
-    scored: Any | None,
-    base: Any | None = None,
-) -> None:
-    """Compiles the large programs, on no microbatch, while there is nothing to train yet.
-
-    Args:
-        mesh, programs, state: of the run.
-        scored: parameters whose log-probs the run needs; None where it needs none.
-    """
-    tokens, inputs = shard_batch(
-        jax.tree.map(lambda like: np.zeros(like.shape, like.dtype), programs.abstract_batch), mesh
-    )
-    total = jax.block_until_ready(programs.accumulate(state.params, tokens, inputs, 0, base))
-    # Into the compile cache alone: a call would use up the state.
-    programs.apply.lower(state, total).compile()  # type: ignore[attr-defined]
-    if scored is not None:
-        jax.block_until_ready(programs.score(scored, tokens, 0))
-
-
-def _split(batch: Batch, parts: int) -> list[list[tuple[RolloutName, TrainingRollout]]]:
-    """Rollouts of contiguous shares of the groups, as equal as can be, none empty: an incomplete
-    step may have fewer than `parts`."""
-    groups = [
-        [(RolloutName(named.submission, named.group, i), each) for i, each in enumerate(rollouts)]
-        for named, rollouts in zip(batch.named, batch.groups, strict=True)
-    ]
-    bounds = [round(i * len(groups) / parts) for i in range(parts + 1)]
-    shares = ([each for group in groups[a:b] for each in group] for a, b in pairwise(bounds))
-    return [share for share in shares if share]
+    numbers, update_s = step_numbers(outcomes), time.perf_counter() - begun
+    return StepResult(state, numbers, tuple(skipped), tokens, positions, update_s, score_s)
 
 
 def step_numbers(outcomes: Sequence[tuple[Any, Update]]) -> dict[str, float]:

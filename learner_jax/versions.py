@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from bridge.safetensors_io import TENSORS_NAME
 from bridge.tensors import tree_digests
-from learner_jax.checkpoint import load_params, save_params
+from learner_jax.checkpoint import Saver, load_params, save_params
 from learner_jax.distributed import Peers
 from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import HostLeaves
@@ -34,7 +34,6 @@ from learner_jax.logprobs import token_logprobs
 from learner_jax.metrics import JsonLines
 from learner_jax.model import bind
 from learner_jax.packing import TokenBatch
-from learner_jax.saver import Saver
 from learner_jax.sharding import execution
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
@@ -59,6 +58,10 @@ def fingerprint(spec: RunSpec, mesh: Mesh) -> dict[str, Any]:
     """
     device, learner = mesh.devices.flat[0], spec.learner
     flags = os.environ.get("XLA_FLAGS", "").split()
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
+    # A repeatable result on a GPU also needs the autotuner's choices, beside compiled programs.
+    on = {f"--{name}{value}" for name in DETERMINISTIC_GPU_FLAGS for value in ("", "=true", "=1")}
+    kept = jax.config.values["jax_compilation_cache_dir"] is not None
     return {
         "mesh": dict(mesh.shape),
         "processes": jax.process_count(),
@@ -70,7 +73,8 @@ def fingerprint(spec: RunSpec, mesh: Mesh) -> dict[str, Any]:
         "jaxlib": version("jaxlib"),
         "optax": version("optax"),
         "runtime": device.client.platform_version,
-        "code": _code(),
+        # Of this package's source: another order of additions gives other bits.
+        "code": digest_bytes(b"".join(path.read_bytes() for path in sources))[:16],
         "xla_flags": sorted(flag for flag in flags if not flag.startswith(_NOT_IN_RESULTS)),
         "libtpu_flags": os.environ.get("LIBTPU_INIT_ARGS", ""),
         "matmul_precision": jax.config.values["jax_default_matmul_precision"],
@@ -82,7 +86,7 @@ def fingerprint(spec: RunSpec, mesh: Mesh) -> dict[str, Any]:
         "logits_chunk": learner.logits_chunk,
         "remat": learner.remat,
         "attention": learner.attention,
-        "exact": device.platform != "gpu" or _deterministic_gpu(flags),
+        "exact": device.platform != "gpu" or (kept and not on.isdisjoint(flags)),
     }
 
 
@@ -95,19 +99,6 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def same_bits(then: dict[str, Any], now: dict[str, Any]) -> bool:
     """Whether a step trained again must give the same bits."""
     return then == now and bool(now["exact"])
-
-
-def _deterministic_gpu(flags: list[str]) -> bool:
-    """Also needs the choices of the autotuner: they lie beside the compiled programs."""
-    on = {f"--{name}{value}" for name in DETERMINISTIC_GPU_FLAGS for value in ("", "=true", "=1")}
-    kept = jax.config.values["jax_compilation_cache_dir"]
-    return kept is not None and any(flag in on for flag in flags)
-
-
-def _code() -> str:
-    """Digest of this package's source: another order of additions gives other bits."""
-    files = sorted(Path(__file__).parent.rglob("*.py"))
-    return digest_bytes(b"".join(path.read_bytes() for path in files))[:16]
 
 
 def _cpu_model() -> str:
@@ -151,7 +142,9 @@ class VersionWriter:
         self._exact = True
         supervised = run.spec.supervised is not None
         self._recompute = not supervised and run.spec.grpo.old_logprobs == "recompute"
-        self.newest = run.peers.json_from_first(self._newest)
+        self.newest: int = run.peers.json_from_first(
+            lambda: max([*versions_in(self._params), *versions_in(self._weights)], default=-1)
+        )
         """The newest version that was ever written; -1 for none."""
         self.difference: float | None = None
         """Difference of the last version that was written or compared: 0 for the published bits,
@@ -218,7 +211,11 @@ class VersionWriter:
 
     def _compare(self, version: int, replayed: Any, *, exact: bool) -> Any:
         run, peers, config = self._run, self._run.peers, self._run.config
-        place = peers.json_from_first(lambda: self._place(version))
+        folders, weights = (self._weights, self._params), self._weights / f"v{version}"
+        # The name of the folder that holds the version as it was written; "" where it is gone.
+        place = peers.json_from_first(
+            lambda: next((each.name for each in folders if version in versions_in(each)), "")
+        )
         if not place:
             run.log.info("version %d is published and pruned: nothing to compare with", version)
             self.difference, self.published = None, exact
@@ -237,7 +234,10 @@ class VersionWriter:
         then = {} if before is None else tree_digests(HostLeaves(before), config, dtype)
 
         def differences() -> list[str]:
-            published = then or self._digests(version)
+            published = then
+            if before is None:  # the export wrote them
+                records = json.loads((weights / TENSORS_NAME).read_bytes())["tensors"]
+                published = {name: record["blake3"] for name, record in records.items()}
             return [name for name, digest in now.items() if published.get(name) != digest]
 
         differing = peers.json_from_first(differences)
@@ -252,13 +252,12 @@ class VersionWriter:
         if exact:
             raise RunStopped(
                 said,
-                place=str(self._weights / f"v{version}"),
+                place=str(weights),
                 remedy="something that bits depend on has changed unseen, or a file has: compare "
                 "the batch manifests with a copy; to go on from here all the same, start a run of "
                 "another name from these weights",
             )
         if before is None:
-            weights = self._weights / f"v{version}"
             before = load_weights(weights, config, run.mesh, peers)
         self.difference = float(_relative_difference(replayed, before))
         run.log.warning(
@@ -266,19 +265,6 @@ class VersionWriter:
             *(said, self.difference),
         )
         return before
-
-    def _newest(self) -> int:
-        return max([*versions_in(self._params), *versions_in(self._weights)], default=-1)
-
-    def _place(self, version: int) -> str:
-        """The name of the folder that holds the version as it was written; "" where it is gone."""
-        folders = (self._weights, self._params)
-        return next((folder.name for folder in folders if version in versions_in(folder)), "")
-
-    def _digests(self, version: int) -> dict[str, str]:
-        """Digests by Hugging Face name, as the export wrote them."""
-        records = json.loads((self._weights / f"v{version}" / TENSORS_NAME).read_bytes())
-        return {name: record["blake3"] for name, record in records["tensors"].items()}
 
 
 class MadeOn:

@@ -13,8 +13,7 @@ import logging
 import shutil
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -23,32 +22,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, Int
 
 from bridge.safetensors_io import SINGLE_NAME
 from learner_jax.corpus.packed import CorpusRows
 from learner_jax.leaves import save_weights
-from learner_jax.model import abstract_params, init_params
+from learner_jax.model import abstract_params, bind, init_params
 from learner_jax.packing import Packed, Sample, pack, row_bound
-from learner_jax.sampling import log_accuracy, sampled_right
-from learner_jax.sharding import full_float32, make_mesh, shard_params
+from learner_jax.sharding import Execution, full_float32, make_mesh, shard_batch, shard_params
 from learner_jax.step import Programs, build_programs, microbatch_bound
 from learner_jax.supervised import score_rows, supervised_step
-from runspec.core.canonical import (
-    MalformedJson,
-    canonical_json,
-    digest_bytes,
-    digest_file,
-    parse_object,
-)
+from runspec.core import canonical, files
 from runspec.core.errors import UserError
-from runspec.core.files import (
-    locked,
-    new_directory,
-    open_folder_lock,
-    read_bounded,
-    remove_leftovers,
-    write_atomic,
-)
 from runspec.core.models import family
 from runspec.core.models.config import CONFIG_NAME, ModelConfig
 from runspec.core.models.decoder import hf_config
@@ -70,18 +55,6 @@ OTHERS_S = 3600.0
 """How long the warm start of another run in the same cache may take."""
 
 
-@dataclass(frozen=True)
-class CurvePoint:
-    """A look at the held-out traces."""
-
-    update: int
-    loss: float
-    """Loss of the last training batch: mean -log p, weighted."""
-    answer_probability: float
-    """Mean over the traces of the product of the answer tokens' probabilities, teacher-forced."""
-    seconds: float
-
-
 def make_initial_model(run_dir: Path, cache: Path, log: logging.Logger) -> Path:
     """Makes version 0 of a run, or finds it in the cache, and links `initial` to it.
 
@@ -99,7 +72,7 @@ def make_initial_model(run_dir: Path, cache: Path, log: logging.Logger) -> Path:
     )
     waiting = partial(log.info, "waiting for another run's warm start in %s", cache)
     # Two runs of one start make it once, and what another run has begun here is not a leftover.
-    with locked(open_folder_lock(cache), OTHERS_S, held, waiting):
+    with files.locked(files.open_folder_lock(cache), OTHERS_S, held, waiting):
         model = _find_or_make(spec, data, cache, log)
     link = initial_model(run_dir)
     temporary = link.with_name(f".tmp-{uuid.uuid4().hex}-{link.name}")
@@ -109,7 +82,7 @@ def make_initial_model(run_dir: Path, cache: Path, log: logging.Logger) -> Path:
 
 
 def _find_or_make(spec: RunSpec, data: WarmStartData, cache: Path, log: logging.Logger) -> Path:
-    remove_leftovers(cache)
+    files.remove_leftovers(cache)
     tokenizer = cache / f".tmp-{uuid.uuid4().hex}-tokenizer"
     tokenizer.mkdir()
     try:
@@ -119,7 +92,7 @@ def _find_or_make(spec: RunSpec, data: WarmStartData, cache: Path, log: logging.
             record = _checked_record(model)
             log.info("warm start: %s is there already, skipped", model)
         else:
-            with new_directory(model) as directory:
+            with files.new_directory(model) as directory:
                 shutil.copytree(tokenizer, directory, dirs_exist_ok=True)
                 record = _make(spec, data, directory, log)
     finally:
@@ -135,11 +108,11 @@ def _checked_record(model: Path) -> dict[str, Any]:
         RunStopped: its weights are damaged, or their digest is missing.
     """
     try:
-        data = read_bounded(model / CURVE_FILE, _MAX_RECORD_BYTES)
-        record = parse_object(data, max_bytes=_MAX_RECORD_BYTES)
+        data = files.read_bounded(model / CURVE_FILE, _MAX_RECORD_BYTES)
+        record = canonical.parse_object(data, max_bytes=_MAX_RECORD_BYTES)
         kept = record.get(SINGLE_NAME)
-        found = digest_file(model / SINGLE_NAME)
-    except (OSError, MalformedJson) as error:
+        found = canonical.digest_file(model / SINGLE_NAME)
+    except (OSError, canonical.MalformedJson) as error:
         damage = str(error)
     else:
         if kept == found:
@@ -163,9 +136,9 @@ def warm_start_digest(spec: RunSpec, tokenizer: Path) -> str:
         "targets": [reward.targets for reward in spec.reward],
         "max_new_tokens": [pool.max_new_tokens for pool in spec.samplers],
         "packing": spec.learner.packing.model_dump(mode="json"),
-        "tokenizer": {p.name: digest_file(p) for p in sorted(tokenizer.iterdir())},
+        "tokenizer": {p.name: canonical.digest_file(p) for p in sorted(tokenizer.iterdir())},
     }
-    return digest_bytes(canonical_json(origins))
+    return canonical.digest_bytes(canonical.canonical_json(origins))
 
 
 def model_config(spec: RunSpec) -> ModelConfig:
@@ -193,11 +166,11 @@ def _make(
     params, curve = supervise(spec, config, data, log)
     save_weights(params, config, directory)
     record = {
-        "curve": [vars(point) for point in curve],
+        "curve": curve,
         "sampled_right": {
             split: sampled_right(spec, config, params, data, split) for split in get_args(Split)
         },
-        SINGLE_NAME: digest_file(directory / SINGLE_NAME),
+        SINGLE_NAME: canonical.digest_file(directory / SINGLE_NAME),
     }
     (directory / CURVE_FILE).write_text(json.dumps(record, indent=1))
     return record
@@ -205,13 +178,14 @@ def _make(
 
 def supervise(
     spec: RunSpec, config: ModelConfig, data: WarmStartData, log: logging.Logger
-) -> tuple[Any, list[CurvePoint]]:
+) -> tuple[Any, list[dict[str, float]]]:
     """Trains until the held-out probability of the answer reaches its mark.
 
     The updates are those of a run of kind `sft` (`learner_jax.training`).
 
     Returns:
-        The parameters, float32 on the mesh, and the curve.
+        The parameters, float32 on the mesh, and the curve. A point of it is a look at the held-out
+        traces: `update`, `loss` of the last training batch, `answer_probability`, and `seconds`.
 
     Raises:
         RunStopped: `max_updates` passed without the mark.
@@ -226,7 +200,7 @@ def supervise(
     state = programs.init_state(params)
     held_out = data.traces(np.random.default_rng([spec.seed, 1]), HELD_OUT_TRACES, "held_out")
     training = np.random.default_rng([spec.seed, 2])
-    curve: list[CurvePoint] = []
+    curve: list[dict[str, float]] = []
     began = time.monotonic()
     log.info("warm start: compiling, then at most %d updates", start_spec.max_updates)
     for update in range(1, start_spec.max_updates + 1):
@@ -238,14 +212,15 @@ def supervise(
             continue
         probability = answer_probability(programs, state.params, short, held_out, mesh)
         seconds, loss = time.monotonic() - began, result.numbers["loss"]
-        curve.append(CurvePoint(update, loss, probability, round(seconds, 2)))
+        point = {"update": update, "loss": loss, "answer_probability": probability}
+        curve.append({**point, "seconds": round(seconds, 2)})
         log.info(
             "warm start: update %d, loss %.3f, P(answer) %.3f of %.3f, %.0f s",
             *(update, loss, probability, start_spec.stop_answer_probability, seconds),
         )
         if probability >= start_spec.stop_answer_probability:
             return state.params, curve
-    half, reached = (curve[i].answer_probability for i in ((len(curve) - 1) // 2, -1))
+    half, reached = (curve[i]["answer_probability"] for i in ((len(curve) - 1) // 2, -1))
     lower = "lower stop_answer_probability below what was reached"
     raise RunStopped(
         f"after {start_spec.max_updates} updates the held-out probability of the answer is "
@@ -332,19 +307,132 @@ def draw_initial_model(run_dir: Path, log: logging.Logger) -> None:
     spec, folder = load_resolved(run_dir), initial_model(run_dir)
     with not_retried():
         config = model_config(spec)
-        files = TokenizerFiles.read(folder)
-        end = files.special_id("eos_token")
+        tokenizer = TokenizerFiles.read(folder)
+        end = tokenizer.special_id("eos_token")
         if end is None:
             raise UserError(
                 "the tokenizer has no end token",
-                place=files.place,
+                place=tokenizer.place,
                 remedy="name eos_token in tokenizer_config.json",
             )
-        padding = files.special_id("pad_token")
+        padding = tokenizer.special_id("pad_token")
         padding = end if padding is None else padding
     full_float32(jnp.float32)
     params = init_params(config, jax.random.key(spec.seed))
     save_weights(params, config, folder)
     fields = hf_config(config, dtype="float32", eos_token_id=end, pad_token_id=padding)
-    write_atomic(folder / CONFIG_NAME, json.dumps(fields, indent=2).encode())
+    files.write_atomic(folder / CONFIG_NAME, json.dumps(fields, indent=2).encode())
     log.info("drawn from seed %d: %.3g parameters", spec.seed, parameter_count(config))
+
+
+SAMPLED_PROBLEMS = 64
+"""Number of problems of each split that a new model answers."""
+FEW_RIGHT = 0.05
+"""Share of right answers to training problems under which a run has little to learn from."""
+
+
+def sample(
+    spec: RunSpec,
+    config: ModelConfig,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    end_token: int,
+) -> Iterator[list[int]]:
+    """Yields a continuation of each prompt, drawn at temperature 1 in float32.
+
+    There is no cache of keys and values: each new token costs a pass over whole rows, which the
+    small model of a warm start affords.
+
+    Args:
+        spec: its mesh cuts the rows, its packing says how many are computed at once and how long
+            they are, and its shortest `max_new_tokens` ends a continuation.
+        config: the shape of the model.
+        params: its weights, on the mesh.
+        prompts: token ids, at most `data.max_prompt_tokens` of them each.
+        end_token: the id after which a continuation ends.
+    """
+    key, packing = jax.random.key(spec.seed), spec.learner.packing
+    mesh = make_mesh(spec.learner.mesh)
+    new_tokens = min(pool.max_new_tokens for pool in spec.samplers)
+    for begin in range(0, len(prompts), packing.rows):
+        batch = prompts[begin : begin + packing.rows]
+        tokens = np.zeros((packing.rows, packing.tokens), np.int32)
+        lengths = np.zeros(packing.rows, np.int32)
+        for row, prompt in enumerate(batch):
+            tokens[row, : len(prompt)] = prompt
+            lengths[row] = len(prompt)
+        key, now = jax.random.split(key)
+        rows = shard_batch(tokens, mesh)
+        drawn = _continue(params, rows, lengths, now, end_token, config, mesh, new_tokens)
+        for row, prompt in zip(np.asarray(drawn), batch, strict=False):
+            output = row[len(prompt) : len(prompt) + new_tokens].tolist()
+            yield output[: output.index(end_token) + 1] if end_token in output else output
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "new_tokens"))
+def _continue(
+    params: Any,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    key: Array,
+    end_token: int,
+    config: ModelConfig,
+    mesh: Mesh,
+    new_tokens: int,
+) -> Int[Array, "B T"]:
+    """Writes up to `new_tokens` drawn tokens behind the first `lengths` of each row; a row of
+    length 0 holds no prompt."""
+    policy = bind(config, params)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    rows = jnp.arange(len(tokens))
+
+    def unended(state: tuple[Array, Array, Array]) -> Array:
+        step, _, going_on = state
+        return (step < new_tokens) & going_on.any()
+
+    def one_more(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        step, tokens, going_on = state
+        at = lengths + step
+        filled = (positions < at[:, None]).astype(jnp.int32)
+        hidden = policy(tokens, filled, positions, Execution(jnp.float32, mesh=mesh))
+        logits = hidden[rows, at - 1] @ policy.head_weight()
+        drawn = jax.random.categorical(jax.random.fold_in(key, step), logits)
+        return step + 1, tokens.at[rows, at].set(drawn), going_on & (drawn != end_token)
+
+    return jax.lax.while_loop(unended, one_more, (jnp.zeros((), jnp.int32), tokens, lengths > 0))[1]
+
+
+def sampled_right(
+    spec: RunSpec, config: ModelConfig, params: Any, data: WarmStartData, split: Split
+) -> float:
+    """Share of problems that the model, sampled as the run samples, answers as the traces do.
+
+    An answer counts where it is the trace's token for token, behind the only `</think>`; a run's
+    grader may accept more.
+    """
+    traces = data.traces(np.random.default_rng([spec.seed, 3]), SAMPLED_PROBLEMS, split)
+    outputs = sample(spec, config, params, [t.prompt_tokens for t in traces], data.eos_token_id)
+    right = 0
+    for trace, output in zip(traces, outputs, strict=True):
+        wanted = trace.output_tokens[trace.answer_start - 1 :]  # from `</think>` on
+        ending = len(output) - len(wanted)
+        right += output[ending:] == wanted and wanted[0] not in output[:ending]
+    return right / len(traces)
+
+
+def log_accuracy(right: Mapping[str, float], probability: float, log: logging.Logger) -> None:
+    """Logs how often the model is right by itself, with what to do where it never is."""
+    figures = (
+        f"sampled at temperature 1: {right['train']:.0%} of training problems and "
+        f"{right['held_out']:.0%} of held-out ones are right; P(answer) {probability:.3f} is that "
+        "after given thinking"
+    )
+    if right["train"] >= FEW_RIGHT:
+        log.info("%s", figures)
+    else:
+        log.warning(
+            "%s. The run has almost nothing to learn from: raise "
+            "warm_start.stop_answer_probability (and max_updates), lower warm_start.answer_weight "
+            "to 1, or choose easier problems (docs/first-run.md)",
+            figures,
+        )

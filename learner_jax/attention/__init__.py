@@ -66,54 +66,57 @@ def _kernel(
     name: schema.Attention, device: jax.Device, dtype: np.dtype, head_size: int, shards: int
 ) -> Kernel:
     """The kernel that is named, or for "auto" the platform's own where it takes the arrays."""
-    refusals: dict[schema.Attention, UserError | None] = {
-        "splash": _splash_refusal(device, dtype),
-        "cudnn": _cudnn_refusal(device, dtype, head_size, shards),
-        "xla": None,
+    nvidia = device.platform == "gpu" and device.device_kind.startswith("NVIDIA")
+    found, most = f"and here are {device.device_kind} devices", cudnn.MAX_HEAD_SIZE
+    # By kernel: what keeps it from running here, and the remedy.
+    faults: dict[schema.Attention, list[tuple[bool, str, str]]] = {
+        "splash": [
+            (
+                device.platform != "tpu",
+                f"splash attention runs on TPUs, {found}",
+                "set learner.attention: auto",
+            ),
+            (
+                dtype not in splash.DTYPES,
+                f"splash attention computes in bfloat16 or float32, not in {dtype.name}",
+                "set learner.attention: xla",
+            ),
+        ],
+        "cudnn": [
+            (
+                not nvidia,
+                f"cuDNN attention runs on NVIDIA GPUs, {found}",
+                "set learner.attention: auto",
+            ),
+            (
+                shards > 1,
+                f"cuDNN attention needs whole rows, and learner.mesh.context cuts them in {shards}",
+                "set learner.mesh.context: 1 and raise fsdp, or learner.attention: xla",
+            ),
+            (
+                dtype not in cudnn.DTYPES,
+                f"cuDNN attention computes in bfloat16 or float16, not in {dtype.name}",
+                "set learner.compute_dtype: bfloat16, or learner.attention: xla",
+            ),
+            (
+                head_size % 8 > 0 or head_size > most,
+                f"cuDNN attention takes head sizes that are multiples of 8 up to {most}, not "
+                f"{head_size}",
+                "set learner.attention: xla",
+            ),
+        ],
+        "xla": [],
     }
     if name == "auto":
-        name = next(name for name, refusal in refusals.items() if refusal is None)
-    if (refusal := refusals[name]) is not None:
-        raise refusal
+        name = next(n for n, all_ in faults.items() if not any(fault for fault, *_ in all_))
+    for fault, what, remedy in faults[name]:
+        if fault:
+            raise UserError(what, place="learner.attention", remedy=remedy)
     if name == "splash":
         return splash.attend
     if name == "cudnn":
         return partial(cudnn.attend, rows=cudnn.rows_for(device))
     return xla.attend
-
-
-def _splash_refusal(device: jax.Device, dtype: np.dtype) -> UserError | None:
-    if device.platform != "tpu":
-        return _wrong_platform("splash attention runs on TPUs", device)
-    if dtype not in splash.DTYPES:
-        return UserError(
-            f"splash attention computes in bfloat16 or float32, not in {dtype.name}",
-            place="learner.attention",
-            remedy="set learner.attention: xla",
-        )
-    return None
-
-
-def _cudnn_refusal(
-    device: jax.Device, dtype: np.dtype, head_size: int, shards: int
-) -> UserError | None:
-    if device.platform != "gpu" or not device.device_kind.startswith("NVIDIA"):
-        return _wrong_platform("cuDNN attention runs on NVIDIA GPUs", device)
-    if shards > 1:
-        return UserError(
-            f"cuDNN attention needs whole rows, and learner.mesh.context cuts them in {shards}",
-            place="learner.attention",
-            remedy="set learner.mesh.context: 1 and raise fsdp, or learner.attention: xla",
-        )
-    return cudnn.refusal(dtype, head_size)
-
-
-def _wrong_platform(thing: str, device: jax.Device) -> UserError:
-    return UserError(
-        f"{thing}, and here are {device.device_kind} devices",
-        place="learner.attention",
-        remedy="set learner.attention: auto",
-    )
 
 
 @jax.tree_util.register_dataclass
@@ -210,7 +213,9 @@ def attend_on_mesh(
     if mesh is None or mesh.size == 1:
         return kernel(q, k, v, segment_ids, jnp.arange(length, dtype=jnp.int32))
     shards = context_shards(mesh, length)
-    k, v = (_repeated(x, q.shape[2], mesh) for x in (k, v))
+    # Key/value heads are repeated to the least number that the shards of the query heads divide.
+    _, parts = mesh_axes(mesh, "heads", q.shape[2])
+    k, v = (jnp.repeat(x, math.lcm(x.shape[2], parts) // x.shape[2], axis=2) for x in (k, v))
 
     def local(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
         if shards == 1:
@@ -229,13 +234,6 @@ def attend_on_mesh(
     return jax.shard_map(
         local, mesh=mesh, in_specs=(heads, heads, heads, ids), out_specs=heads, check_vma=False
     )(q, k, v, segment_ids)
-
-
-def _repeated(x: Float[Array, "B T K h"], heads: int, mesh: Mesh) -> Float[Array, "B T M h"]:
-    """Key/value heads repeated to the least number that the shards of the query heads divide."""
-    _, shards = mesh_axes(mesh, "heads", heads)
-    kv_heads = x.shape[2]
-    return jnp.repeat(x, math.lcm(kv_heads, shards) // kv_heads, axis=2)
 
 
 def _own_columns(shards: int, length: int) -> Int[Array, " Q"]:

@@ -63,24 +63,6 @@ def attend(
     return out
 
 
-def refusal(dtype: Any, head_size: int) -> UserError | None:
-    """Why cuDNN cannot, by the type or the head size; None where it can."""
-    if dtype not in DTYPES:
-        return UserError(
-            f"cuDNN attention computes in bfloat16 or float16, not in {jnp.dtype(dtype).name}",
-            place="learner.attention",
-            remedy="set learner.compute_dtype: bfloat16, or learner.attention: xla",
-        )
-    if head_size % 8 or head_size > MAX_HEAD_SIZE:
-        return UserError(
-            f"cuDNN attention takes head sizes that are multiples of 8 up to {MAX_HEAD_SIZE}, "
-            f"not {head_size}",
-            place="learner.attention",
-            remedy="set learner.attention: xla",
-        )
-    return None
-
-
 class _Class(NamedTuple):
     """The segments of up to `length` tokens, and above the next shorter class."""
 

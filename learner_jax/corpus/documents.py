@@ -40,15 +40,10 @@ _FOREIGN = 0
 """Stands for a character that is no base, in `_TO_BASE`."""
 
 
-def _base_table() -> bytes:
-    table = bytearray(256)
-    for codes, bases in ((_BASES, _BASES), (b"U", b"T"), (_AMBIGUOUS, b"N" * len(_AMBIGUOUS))):
-        for code, base in zip(codes, bases, strict=True):
-            table[code] = table[ord(chr(code).lower())] = base
-    return bytes(table)
-
-
-_TO_BASE = _base_table()
+_TO_BASE = bytearray(256)
+_READ_AS = _BASES + b"T" + b"N" * len(_AMBIGUOUS)
+for _code, _base in zip(_BASES + b"U" + _AMBIGUOUS, _READ_AS, strict=True):
+    _TO_BASE[_code] = _TO_BASE[ord(chr(_code).lower())] = _base
 
 
 class Document(NamedTuple):

@@ -21,7 +21,7 @@ import numpy as np
 
 from learner_jax.corpus.documents import Counts, reported
 from learner_jax.corpus.encoding import Encoder
-from learner_jax.packing import TokenBatch, first_fit
+from learner_jax.packing import ARRAYS, TokenBatch, first_fit
 from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import locked, new_directory, open_folder_lock, remove_leftovers
@@ -33,6 +33,8 @@ from runspec.core.spec.source_files import file_digest, is_generated, source_fil
 @dataclass(frozen=True)
 class CorpusRows:
     """Rows of whole documents, each document a segment of its own."""
+
+    __pydantic_config__ = ARRAYS
 
     batch: TokenBatch
     """numpy int32 [R, tokens] each; a target is -1 where its token is not trained."""
@@ -173,6 +175,11 @@ class Totals:
     text_bytes: int
     """Bytes of the text that these stand for, in UTF-8."""
 
+    @property
+    def bytes_per_token(self) -> float:
+        """Mean bytes of text for each token in the loss."""
+        return self.text_bytes / self.trained_tokens
+
     @classmethod
     def of(cls, documents: np.ndarray, numbers: np.ndarray, row: int) -> Totals:
         """Add up documents by their numbers; a row has `row` tokens."""
@@ -205,7 +212,8 @@ class Corpus:
             self._mask = np.memmap(folder / _MASK, np.bool_, "r") if masked else None
             self._documents = np.load(folder / _DOCUMENTS, mmap_mode="r")
             self._rows, self._held_out = (Rows.load(packed / n) for n in (_TRAINED, _HELD_OUT))
-            self.totals, self._kept = Totals(**said[_TRAINED]), Totals(**said[_HELD_OUT])
+            self.totals, self.kept = Totals(**said[_TRAINED]), Totals(**said[_HELD_OUT])
+            """Numbers of the documents to train on, and of those held out."""
             flat = [self._tokens] if self._mask is None else [self._tokens, self._mask]
             if any(len(each) != meta["tokens"] for each in flat):
                 raise ValueError("tokens are missing")
@@ -217,8 +225,8 @@ class Corpus:
             ) from error
         if not self.totals.trained_tokens:
             raise UserError(
-                f"no token can be trained: {self._kept.documents} documents of "
-                f"{self._kept.tokens} tokens are held out, no other is left",
+                f"no token can be trained: {self.kept.documents} documents of "
+                f"{self.kept.tokens} tokens are held out, no other is left",
                 place="algorithm.held_out.tokens",
                 remedy="add documents, or lower it",
             )
@@ -226,18 +234,6 @@ class Corpus:
         self._length = spec.learner.packing.tokens
         self._order = lru_cache(2)(partial(epoch_order, self._rows.count, spec.seed))
         self.digest = digest
-        self.documents = self.totals.documents
-        """Documents to train on."""
-        self.tokens = self.totals.tokens
-        """Their tokens."""
-        self.trained_tokens = self.totals.trained_tokens
-        """Tokens in the loss of an epoch."""
-        self.bytes_per_token = self.totals.text_bytes / self.totals.trained_tokens
-        """Mean bytes of text for each of them."""
-        self.held_out_tokens = self._kept.trained_tokens
-        """Held-out tokens in the loss."""
-        self.held_out_bytes = self._kept.text_bytes
-        """Bytes of the text that they stand for."""
 
     @property
     def rows(self) -> int:
@@ -340,7 +336,7 @@ def open_corpus(spec: RunSpec, model_dir: Path, cache: Path, log: logging.Logger
         "held out %d tokens",
         *(corpus.digest[:16], totals.documents, totals.tokens, corpus.rows, row),
         100 * (1 - (totals.tokens / (corpus.rows * row))),
-        *(totals.cut, corpus.held_out_tokens),
+        *(totals.cut, corpus.kept.trained_tokens),
     )
     return corpus
 

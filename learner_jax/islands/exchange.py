@@ -17,11 +17,21 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from bridge.codecs import codec
+from bridge.tensors import codec
 from broadcast.store import AlreadyPublished
-from learner_jax.islands.joining import ATTEMPT_S, REJOIN, REPORT_EVERY_S, Behind, Joining, Stopped
 from learner_jax.islands.shares import BadObject, Silent
-from learner_jax.islands.state import Flat, OuterState, outer_update, weighted_mean
+from learner_jax.islands.state import (
+    ATTEMPT_S,
+    REJOIN,
+    REPORT_EVERY_S,
+    Behind,
+    Flat,
+    Joining,
+    OuterState,
+    Stopped,
+    outer_update,
+    weighted_mean,
+)
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from verify.formats.islands import CommitRecord, ShareOffered

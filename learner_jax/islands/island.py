@@ -18,12 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bridge.codecs import codec
-from bridge.tensors import FlatLayout
+from bridge.tensors import FlatLayout, codec
 from learner_jax.islands.exchange import Exchange, Settled
-from learner_jax.islands.joining import Behind, Stopped
 from learner_jax.islands.shares import ShareFetcher, ShareStore
-from learner_jax.islands.state import Flat, IslandState, OuterState, outer_update
+from learner_jax.islands.state import Behind, Flat, IslandState, OuterState, Stopped, outer_update
 from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import HostLeaves, leaf_path
 from learner_jax.step import Programs, TrainState

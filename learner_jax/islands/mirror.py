@@ -5,7 +5,7 @@
     FOLDER/rollouts/step_<s>/batch.json     the signed manifest of step s, from the coordinator
     FOLDER/rollouts/step_<s>/...            the rollouts of the island's own groups, likewise
 
-The paths are those of a run directory, so its readers read the folder (`learner_jax.manifests`,
+The paths are those of a run directory, so its readers read the folder (`learner_jax.feed`,
 `learner_jax.batch`). Every file is checked before it appears, and appears by one rename: what is
 there is not fetched again.
 """
@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from broadcast.client import WeightsClient
-from learner_jax.feed import Reader
+from learner_jax import feed
 from learner_jax.learner_run import IslandLink, LearnerRun
-from learner_jax.manifests import POLL_S, StopSignal, open_manifest, own_share
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
@@ -34,10 +33,9 @@ from runspec.core.run_files import initial_model, step_folder, submission_files
 from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import RunSpec
+from verify.formats import batch as batch_format
 from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
-from verify.formats.batch import FILE_NAME as BATCH_FILE
-from verify.formats.batch import MAX_BYTES as MAX_BATCH_BYTES
 from verify.formats.batch import BatchGroup, BatchManifest
 from verify.formats.submission import largest_submission_bytes, open_submission
 from verify.formats.verdict import open_verdict
@@ -98,7 +96,7 @@ class Mirror:
         self._roles = held
         return held
 
-    def bring_manifest(self, step: int, stop: StopSignal) -> bool:
+    def bring_manifest(self, step: int, stop: feed.StopSignal) -> bool:
         """Wait until the manifest of a step is here; return False if `stop` was set meanwhile.
 
         It waits as long as the coordinator does, which may wait for workers without end.
@@ -106,14 +104,14 @@ class Mirror:
         Raises:
             UserError: the coordinator does not answer, or its manifest is not to be believed.
         """
-        path = step_folder(self._folder, step) / BATCH_FILE
+        path = step_folder(self._folder, step) / batch_format.FILE_NAME
 
         def check(data: bytes, roles: Roles) -> None:
-            open_manifest(data, spec=self._spec, step=step, coordinators=roles.coordinator)
+            feed.open_manifest(data, spec=self._spec, step=step, coordinators=roles.coordinator)
 
         begun = time.monotonic()
         report_at = begun + REPORT_EVERY_S
-        while not self._holds(path, MAX_BATCH_BYTES, check):
+        while not self._holds(path, batch_format.MAX_BYTES, check):
             if stop.is_set():
                 return False
             data = self._coordinator.batch(step, WAIT_S)
@@ -292,7 +290,7 @@ class MirroredReader:
         reader: reads the files, once they are here.
     """
 
-    def __init__(self, run: LearnerRun, reader: Reader[Any]) -> None:
+    def __init__(self, run: LearnerRun, reader: feed.Reader) -> None:
         link = run.link
         assert link is not None, "an island"
         key, root = SigningKey.load(link.key), run.root_public_key()
@@ -301,7 +299,7 @@ class MirroredReader:
         self._reader, self._island, self._steps = reader, link.name, run.spec.steps
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manifest")
 
-    def wait(self, step: int, stop: StopSignal, log: logging.Logger) -> Any | None:
+    def wait(self, step: int, stop: feed.StopSignal, log: logging.Logger) -> Any | None:
         """Wait for the manifest of a step, and bring the rollouts of the island's share.
 
         Raises:
@@ -309,7 +307,7 @@ class MirroredReader:
         """
         bringing = self._thread.submit(self._mirror.bring_manifest, step, stop)
         while not bringing.done():
-            if stop.wait(POLL_S):
+            if stop.wait(feed.POLL_S):
                 return None
         if not bringing.result():
             return None
@@ -317,7 +315,7 @@ class MirroredReader:
             self._thread.submit(self._mirror.bring_manifest, step + 1, stop)
         manifest = self._reader.wait(step, stop, log)
         if isinstance(manifest, BatchManifest):
-            groups = manifest.groups[own_share(manifest, self._island)]
+            groups = manifest.groups[feed.own_share(manifest, self._island)]
             self._mirror.bring_rollouts(step, groups)
         return manifest
 

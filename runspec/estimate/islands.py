@@ -119,7 +119,7 @@ def exchange(spec: RunSpec, config: ModelConfig) -> Exchange:
         spec: has `learner.islands`.
         config: shape of the model.
     """
-    from bridge.codecs import codec  # numpy, which a spec without islands does not wait for
+    from bridge.tensors import codec  # numpy, which a spec without islands does not wait for
 
     islands = spec.learner.islands
     assert islands is not None, "asked for the exchange of one learner"

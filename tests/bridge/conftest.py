@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from bridge.load import LeafReader
+from bridge.conversion import LeafReader
 from bridge.weight_map import Path as LeafPath
 from runspec.core.models.config import ModelConfig
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.codecs import LARGEST, SEGMENT, Kind, MalformedShare, codec
+from bridge.tensors import LARGEST, SEGMENT, Kind, MalformedShare, codec
 
 KINDS: list[Kind] = list(get_args(Kind))
 SCALED = [kind for kind in KINDS if kind != "float32"]

@@ -19,9 +19,8 @@ from orbax.checkpoint import v1 as ocp
 from transformers import AutoModelForCausalLM
 
 from bridge.__main__ import main
-from bridge.conversion import differences, export_checkpoint, import_model
+from bridge.conversion import LeafReader, differences, export_checkpoint, import_model
 from bridge.delta import write_delta
-from bridge.load import LeafReader
 from bridge.orbax_io import open_leaves, read_leaf
 from bridge.safetensors_io import SINGLE_NAME, read_header, read_headers, read_tensor
 from bridge.tensors import model_digest, tree_digests

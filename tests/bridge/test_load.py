@@ -7,6 +7,8 @@ import shutil
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,9 +17,9 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.load import LeafReader
+from bridge.conversion import LeafReader
 from bridge.orbax_io import leaf_spec, read_pieces
-from bridge.prefill import LoadedVersions
+from bridge.prefill import VersionedPrefill
 from bridge.safetensors_io import (
     read_header,
     read_headers,
@@ -29,6 +31,7 @@ from bridge.weight_map import entry, hf_shapes, weight_map
 from runspec.core.errors import UserError
 from runspec.core.models.family import Row, load_config, parse_config
 from tests.bridge.conftest import FAMILIES, iter_leaves
+from verify.plugins import WeightsLocation
 
 SPREAD = 300
 """What reading the counter itself may add to it, in bytes."""
@@ -299,10 +302,15 @@ def test_a_copy_between_orders_of_dimensions_is_the_array(case, dtype):
 class Shelves:
     """Stands for relays, where every version is there, and for a device of so many versions."""
 
-    def __init__(self, folder: Path, room: int, count: int) -> None:
+    def __init__(self, folder: Path, room: int, count: int, monkeypatch: Any) -> None:
         self._folder, self._room = folder, room
         self.loads: list[str] = []
-        self.versions = LoadedVersions(self, folder, count, self.load, self.has_room)
+        monkeypatch.setattr("bridge.prefill.WeightsClient", lambda *_, **__: self)
+        spec: Any = SimpleNamespace(grpo=SimpleNamespace(async_level=count - 1))
+        weights = WeightsLocation("run", (), "", folder)
+        self.versions = VersionedPrefill(
+            spec, weights, load=self.load, has_room=self.has_room, compute=lambda *_, **__: []
+        )
 
     def fetch(self, version: int, *, manifest_digest: str | None, deadline_s: float) -> Path:
         path = self._folder / f"v{version}"
@@ -335,8 +343,8 @@ class Shelves:
         (0, "v0 v1 v0 v2 v1 v3 v0"),
     ],
 )
-def test_versions_are_dropped_by_use_where_the_device_is_full(tmp_path, room, loads):
-    shelves = Shelves(tmp_path, room, count=3)
+def test_versions_are_dropped_by_use_where_the_device_is_full(tmp_path, room, loads, monkeypatch):
+    shelves = Shelves(tmp_path, room, 3, monkeypatch)
     for version in (0, 1, 0, 2, 1, 1, 3, 0):
         shelves.versions.ensure_version(version, "ab", deadline_s=1)
         assert shelves.versions.get(version) == f"v{version}"

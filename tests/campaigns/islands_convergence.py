@@ -32,8 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from bridge.codecs import Codec, Kind, codec
-from bridge.tensors import FlatLayout
+from bridge.tensors import Codec, FlatLayout, Kind, codec
 from learner_jax.corpus.sources import GeneratedReads
 from learner_jax.islands.state import (
     OuterState,

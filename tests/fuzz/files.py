@@ -19,10 +19,9 @@ import zstandard
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from bridge import codecs
-from bridge.delta import apply_deltas, write_delta
-from bridge.delta.container import SUFFIX
-from bridge.delta.layout import Records
+from bridge import tensors
+from bridge.delta import Records, apply_deltas, write_delta
+from bridge.delta_file import SUFFIX
 from bridge.safetensors_io import SINGLE_NAME
 from runspec.core.errors import UserError
 from tests.bridge.delta.weights import (
@@ -322,8 +321,10 @@ def deltas(draw: DrawFn) -> tuple[int, bytes]:
 
 LENGTHS = (1, 129, 4096, 4500)
 SHARES = {
-    (kind, n): codecs.codec(kind).encode(np.random.default_rng(n).normal(size=n).astype(np.float32))
-    for kind in get_args(codecs.Kind)
+    (kind, n): tensors.codec(kind).encode(
+        np.random.default_rng(n).normal(size=n).astype(np.float32)
+    )
+    for kind in get_args(tensors.Kind)
     for n in LENGTHS
 }
 NUMBERS = [np.array([x], "<f4").tobytes() for x in (np.nan, np.inf, -np.inf, 3e38, -1, 1e-45)]
@@ -336,9 +337,9 @@ SHARE = st.sampled_from(list(SHARES)).flatmap(
 """Its kind and length, and damaged bytes."""
 
 
-def _decoded(given: tuple[tuple[codecs.Kind, int], bytes]) -> np.ndarray:
+def _decoded(given: tuple[tuple[tensors.Kind, int], bytes]) -> np.ndarray:
     (kind, n), data = given
-    x = codecs.codec(kind).decode(data, n)
+    x = tensors.codec(kind).decode(data, n)
     assert x.shape == (n,) and np.isfinite(x).all()
     return x
 
@@ -456,7 +457,7 @@ LANES = [
         (UserError,),
         longest=3000,
     ),
-    Lane("encoded share", SHARE, _decoded, refusals=(codecs.MalformedShare,), memory=1 << 20),
+    Lane("encoded share", SHARE, _decoded, refusals=(tensors.MalformedShare,), memory=1 << 20),
     Lane(
         "commands on specs", st.tuples(SPEC_FILES, st.sampled_from(COMMANDS)), _command, memory=None
     ),

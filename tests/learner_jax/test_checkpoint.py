@@ -22,8 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from bridge.orbax_io import open_leaves, read_leaf
-from learner_jax import saver as saver_module
+from learner_jax import checkpoint as checkpoint_module
 from learner_jax.checkpoint import (
+    Saver,
     StateInfo,
     check_state,
     load_beside,
@@ -33,7 +34,6 @@ from learner_jax.checkpoint import (
     save_state,
     state_steps,
 )
-from learner_jax.saver import Saver
 from learner_jax.step import TrainState
 from runspec.core import object_store
 from runspec.core.errors import UserError
@@ -207,7 +207,7 @@ def test_a_damaged_or_missing_file_is_named(folder):
 
 def test_arrays_beside_a_state_come_back_and_lost_ones_are_named(folder, monkeypatch):
     # given a state with arrays of an island beside it, one of which an object store takes in parts
-    monkeypatch.setattr("learner_jax.object_arrays.CHUNK_BYTES", 96)
+    monkeypatch.setattr("learner_jax.leaves.CHUNK_BYTES", 96)
     beside = {"theta": np.linspace(0, 1, 61, dtype=np.float32), "pending": np.arange(3)}
     save(folder, 1, tree(mesh_of(1)))
     save(folder, 2, tree(mesh_of(1)), beside=beside)
@@ -238,7 +238,7 @@ def test_arrays_beside_a_state_come_back_and_lost_ones_are_named(folder, monkeyp
 
 @pytest.mark.parametrize("folder", ["s3"], indirect=True)
 def test_arrays_larger_than_a_chunk_are_cut(folder, monkeypatch):
-    monkeypatch.setattr("learner_jax.object_arrays.CHUNK_BYTES", 64)
+    monkeypatch.setattr("learner_jax.leaves.CHUNK_BYTES", 64)
     mesh = mesh_of(2)
     values = {"embedding": sharded(np.arange(24 * 16, dtype=np.float32).reshape(24, 16), mesh)}
     save_params(folder, 1, values, {})()
@@ -357,8 +357,8 @@ def test_a_failed_save_is_raised_once_and_hides_no_other_error(caplog):
 
 def test_a_save_past_its_deadline_is_named_and_not_waited_for_again(monkeypatch):
     # given a save that does not end, and little patience
-    monkeypatch.setattr(saver_module, "REPORT_EVERY_S", 0.01)
-    monkeypatch.setattr(saver_module, "DEADLINE_S", 0.02)
+    monkeypatch.setattr(checkpoint_module, "REPORT_EVERY_S", 0.01)
+    monkeypatch.setattr(checkpoint_module, "DEADLINE_S", 0.02)
     ended = threading.Event()
     try:
         # when it is waited for, then the error names it, and leaving does not wait once more

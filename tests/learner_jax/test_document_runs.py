@@ -12,14 +12,8 @@ import numpy as np
 import pytest
 
 from learner_jax.__main__ import main
-from learner_jax.corpus.packed import open_corpus
-from learner_jax.feed import (
-    DocumentBatch,
-    decode_documents,
-    decode_rows,
-    encode_documents,
-    encode_rows,
-)
+from learner_jax.corpus.packed import CorpusRows, open_corpus
+from learner_jax.feed import DocumentBatch, decode, encode
 from learner_jax.report import document_lengths
 from learner_jax.train import train
 from learner_jax.warm_start import draw_initial_model
@@ -185,9 +179,9 @@ def test_rows_go_to_other_processes_bit_for_bit(straight):
     corpus = open_corpus(straight.spec, straight.path / "initial", cache, LOG)
     rows = corpus.read(3, 9)
     batch = DocumentBatch(RangeManifest("tiny", 0, RowRange(3, 9), 1, "0" * 64), rows)
-    back = decode_documents(encode_documents(batch))
+    back = decode(encode(batch), DocumentBatch)
     assert back.manifest == batch.manifest and back.digest == batch.digest
-    for found in (back.rows, decode_rows(encode_rows(rows))):
+    for found in (back.rows, decode(encode(rows), CorpusRows)):
         np.testing.assert_array_equal(found.weights, rows.weights)
         for name, array in vars(rows.batch).items():
             np.testing.assert_array_equal(getattr(found.batch, name), array)

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner_jax.advantage import group_advantages
+from learner_jax.batch import group_advantages
 from learner_jax.logprobs import token_logprobs
 from learner_jax.loss import clip_surrogate, grpo_loss, k3, segment_sums
-from learner_jax.loss_metrics import LossMetrics, log_ratio_counts, log_ratio_quantile
+from learner_jax.metrics import LossMetrics, log_ratio_counts, log_ratio_quantile
 from learner_jax.packing import LossInputs, Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch
 from runspec.core.models.parameters import KEPT_LOGITS

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from bridge.weight_map import weight_map
 from learner_jax.__main__ import main
 from learner_jax.checkpoint import StateInfo, save_state
-from learner_jax.export_adapter import write_adapter
+from learner_jax.full_states import write_adapter
 from learner_jax.leaves import HostLeaves, leaf_at, load_params
 from learner_jax.model import (
     abstract_lora,

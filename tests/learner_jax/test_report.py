@@ -15,7 +15,7 @@ from learner_jax.batch import Agreement, Batch, TrainingRollout
 from learner_jax.metrics import CLIPPED, GAUGES, Clock, JsonLines, Rows
 from learner_jax.model import abstract_params, bind
 from learner_jax.packing import TokenBatch
-from learner_jax.report import Times, peak_flops, rollouts_line, work_line
+from learner_jax.report import peak_flops, rollouts_line, work_line
 from learner_jax.sharding import Execution
 from learner_jax.step import policy_logprobs
 from learner_jax.training import StepResult
@@ -56,7 +56,7 @@ def line_of(
     numbers = {"loss": 0.25, "ratio_p99": 1.5}
     result = StepResult(None, numbers, (), tokens=90, positions=120, update_s=1.5)
     useful = useful_flops(CONFIG, [15, 25, 20, 30])
-    work = work_line(result, useful, None if peak is None else 2 * peak, Times(2.0, waits))
+    work = work_line(result, useful, None if peak is None else 2 * peak, 2.0, waits)
     return {"version": 4, **work, **rollouts_line(batch, 0.25, 1e-3)}
 
 

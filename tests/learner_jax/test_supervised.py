@@ -326,7 +326,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_its_rows_are_named():
     # and it is counted, its row is named, and the numbers are those of the first
     (skipped,) = result.skipped
     assert (skipped.update, skipped.identified) == (1, True)
-    assert skipped.rollouts == (f"row {row} of the update",)
+    assert skipped.names == (f"row {row} of the update",)
     assert f"finite in row {row} of the update" in str(skipped)
     assert result.numbers["skipped_updates"] == 1 and np.isfinite(result.numbers["loss"])
     assert result.numbers["nonfinite_tokens"] > 0

@@ -30,7 +30,7 @@ from learner_jax.optimizer import (
 )
 from learner_jax.sharding import logical_sharding, make_mesh, shard_params
 from learner_jax.step import Accumulated, Programs, TrainState, build_programs
-from learner_jax.training import RolloutName, StepResult, train_step
+from learner_jax.training import StepResult, train_step
 from learner_jax.warm_start import model_config
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.parameters import Parameter
@@ -219,7 +219,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_its_rollouts_named():
     assert result.numbers["skipped_updates"] == 1 and np.isfinite(result.numbers["loss"])
     (skipped,) = result.skipped
     assert (skipped.update, skipped.identified) == (1, True)
-    assert skipped.rollouts == (RolloutName(SUBMISSION, 2, 1),)
+    assert skipped.names == (f"{SUBMISSION[:16]} group 2 sample 1",)
     # and the state is that of the first update alone
     first = replace(batch_of(4), groups=batch_of(4).groups[:2])
     np.testing.assert_array_equal(flat(result), flat(trained(SAMPLERS, first)))
@@ -229,7 +229,7 @@ def test_all_rollouts_are_named_where_no_number_tells():
     # given advantages whose gradient overflows, though every number of the tokens is finite
     result = trained(SAMPLERS, spoiled(batch_of(3), 0, 0, advantage=1e30))
     (skipped,) = result.skipped
-    assert not skipped.identified and len(skipped.rollouts) == 12
+    assert not skipped.identified and len(skipped.names) == 12
     assert "sample 3; " in str(skipped) and str(skipped).endswith("sample 3 and 4 more")
     assert np.isnan(result.numbers["loss"]) and np.isnan(result.numbers["grad_norm"])
 

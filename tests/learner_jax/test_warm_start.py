@@ -20,9 +20,14 @@ import numpy as np
 import pytest
 
 from learner_jax.model import abstract_params, bind, init_params
-from learner_jax.sampling import sample, sampled_right
 from learner_jax.sharding import Execution, make_mesh, shard_params
-from learner_jax.warm_start import make_initial_model, model_config, warm_start_digest
+from learner_jax.warm_start import (
+    make_initial_model,
+    model_config,
+    sample,
+    sampled_right,
+    warm_start_digest,
+)
 from runspec.core.canonical import digest_bytes
 from runspec.core.files import open_folder_lock
 from runspec.core.models.config import ModelConfig

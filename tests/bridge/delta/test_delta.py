@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.conversion import differences
-from bridge.delta import DamagedWeights, apply_deltas, delta_tensors, write_delta
-from bridge.delta.container import (
+from bridge.delta import DamagedWeights, Records, apply_deltas, delta_tensors, write_delta
+from bridge.delta_file import (
     MAGIC,
     SEGMENT_ELEMENTS,
     SUFFIX,
@@ -26,7 +26,6 @@ from bridge.delta.container import (
     encode,
     overwrite,
 )
-from bridge.delta.layout import Records
 from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME, TENSORS_NAME, read_header
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError

@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import zstandard
 
-from bridge.delta.container import FULL, SPARSE, SUFFIX, DeltaHeader, DeltaTensor
-from bridge.delta.layout import Records, read_layout, read_records
+from bridge.delta import Records, read_layout, read_records
+from bridge.delta_file import FULL, SPARSE, SUFFIX, DeltaHeader, DeltaTensor
 from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME
 from bridge.tensors import model_digest
 

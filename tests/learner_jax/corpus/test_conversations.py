@@ -97,7 +97,7 @@ def tokens_and_mask(corpus: Corpus) -> tuple[list[int], list[int]]:
     trained = [token for token, kept in zip(tokens, mask, strict=True) if kept]
     assert trained == [target for target in targets if target >= 0]
     assert [weight > 0 for weight in weights] == [target >= 0 for target in targets]
-    assert corpus.trained_tokens == len(trained)
+    assert corpus.totals.trained_tokens == len(trained)
     return tokens, mask
 
 
@@ -139,7 +139,7 @@ def test_without_marks_the_assistants_part_is_what_rendering_adds(tmp_path: Path
     assert tokens_and_mask(marked) == (tokens, mask)
     # and the bytes are those of the text, without special tokens
     said = len(f"the 🙂{call}the sunthe sun".encode())
-    assert corpus.bytes_per_token * corpus.trained_tokens == pytest.approx(said)
+    assert corpus.totals.bytes_per_token * corpus.totals.trained_tokens == pytest.approx(said)
 
 
 def test_white_space_that_the_offsets_leave_out_is_trained(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_conversations_that_cannot_be_trained_are_left_out_and_counted(
             row=32,
         )  # fmt: skip
     # then one is left
-    assert corpus.documents == 1
+    assert corpus.totals.documents == 1
     counts = corpus.counts
     assert (counts.too_long, counts.without_assistant, counts.empty) == (1, 2, 1)
     assert "1 conversations longer than a row left out" in caplog.text

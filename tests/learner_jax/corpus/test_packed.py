@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from learner_jax.corpus import encoding
+from learner_jax.corpus.encoding import train_tokenizer
 from learner_jax.corpus.packed import (
     Corpus,
     CorpusRows,
@@ -22,7 +23,6 @@ from learner_jax.corpus.packed import (
     split_documents,
 )
 from learner_jax.corpus.sources import GeneratedReads
-from learner_jax.corpus.tokenizer import train_tokenizer
 from runspec.core.errors import UserError
 from runspec.core.files import temporary_name
 from runspec.core.spec.load import SpecFiles
@@ -107,9 +107,9 @@ def test_every_token_but_the_first_is_predicted_once_an_epoch(
         rows = corpus.read(epoch * corpus.rows, (epoch + 1) * corpus.rows)
         # then each token is predicted from the one before it, once, with its source's weight
         assert predicted(corpus, rows) == expected[0] + expected[1]
-    assert corpus.trained_tokens == sum(map(Counter.total, expected))
-    assert corpus.documents == len(TEXTS) + len(READS)
-    assert corpus.tokens == sum(map(len, ids_of(model, TEXTS + READS)))
+    assert corpus.totals.trained_tokens == sum(map(Counter.total, expected))
+    assert corpus.totals.documents == len(TEXTS) + len(READS)
+    assert corpus.totals.tokens == sum(map(len, ids_of(model, TEXTS + READS)))
     assert corpus.totals.cut == sum(len(ids) > ROW for ids in ids_of(model, TEXTS)) > 0
 
 
@@ -150,8 +150,8 @@ def test_held_out_documents_are_never_trained_on(model: Path, files: Path, tmp_p
     kept, trained = predicted(corpus, held_out), predicted(corpus, corpus.read(0, corpus.rows))
     everything = opened(tmp_path, document_spec(sources(files)), model)
     assert kept + trained == predicted(everything, everything.read(0, everything.rows))
-    assert kept.total() == corpus.held_out_tokens
-    assert corpus.documents < everything.documents
+    assert kept.total() == corpus.kept.trained_tokens
+    assert corpus.totals.documents < everything.totals.documents
     assert everything.held_out() is None
     # another seed holds others out, and its tokens are not made again
     other = opened(tmp_path, document_spec(sources(files), held_out={"tokens": 60}, seed=8), model)
@@ -167,7 +167,7 @@ def test_bytes_are_those_of_the_trained_text(model: Path, files: Path, tmp_path:
     expected = sum(
         len(text.encode()) - len(tokenizer.encode(text).tokens[0]) for text in TEXTS + READS
     )
-    assert corpus.bytes_per_token * corpus.trained_tokens == pytest.approx(expected)
+    assert corpus.totals.bytes_per_token * corpus.totals.trained_tokens == pytest.approx(expected)
 
 
 def test_documents_are_made_a_few_at_a_time_and_come_out_the_same(
@@ -220,7 +220,7 @@ def test_special_tokens_alone_stand_for_no_text(model: Path, tmp_path: Path) -> 
     (tmp_path / "a").write_text(json.dumps({"ids": special}))
     spec = document_spec([{"name": "a", "uri": str(tmp_path / "a"), **TOKENS}])
     # one byte stands in for none, so that bits a byte is a number
-    assert opened(tmp_path, spec, model).bytes_per_token == 1 / (len(special) - 1)
+    assert opened(tmp_path, spec, model).totals.bytes_per_token == 1 / (len(special) - 1)
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.npy", "meta.json"])

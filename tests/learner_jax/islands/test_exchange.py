@@ -14,9 +14,8 @@ import pytest
 
 from learner_jax.islands import exchange as exchange_module
 from learner_jax.islands.exchange import Exchange
-from learner_jax.islands.joining import KEPT_PERIODS, Behind
 from learner_jax.islands.shares import Silent
-from learner_jax.islands.state import OuterState, outer_update
+from learner_jax.islands.state import KEPT_PERIODS, Behind, OuterState, outer_update
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Islands

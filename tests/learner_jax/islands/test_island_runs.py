@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from bridge.load import LeafReader
+from bridge.conversion import LeafReader
 from bridge.tensors import FlatLayout
 from learner_jax.distributed import Peers
 from learner_jax.learner_run import IslandLink, LearnerRun

@@ -17,8 +17,7 @@ import torch
 from blake3 import blake3
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from bridge.codecs import SEGMENT, codec
-from bridge.tensors import FlatLayout
+from bridge.tensors import SEGMENT, FlatLayout, codec
 from learner_jax.corpus.packed import CorpusRows
 from learner_jax.islands.state import OuterState, encode_share, outer_update, weighted_mean
 from learner_jax.leaves import HostLeaves, leaf_path, load_params

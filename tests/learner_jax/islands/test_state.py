@@ -17,13 +17,11 @@ import numpy as np
 import optax
 import pytest
 
-from bridge.codecs import Kind, codec
-from bridge.tensors import FlatLayout
+from bridge.tensors import FlatLayout, Kind, codec
 from learner_jax.distributed import Peers
 from learner_jax.islands.exchange import Exchange, Settled
 from learner_jax.islands.island import Island
-from learner_jax.islands.joining import Behind
-from learner_jax.islands.state import OuterState, outer_update, weighted_mean
+from learner_jax.islands.state import Behind, OuterState, outer_update, weighted_mean
 from learner_jax.learner_run import IslandLink, LearnerRun
 from learner_jax.leaves import HostLeaves, leaf_path
 from learner_jax.sharding import make_mesh

@@ -25,7 +25,7 @@ import pytest
 
 from benchmarks.peers import PEERS, computed, python_of
 from benchmarks.peers.given import TRL_LOSSES, TUNIX_LOSSES, VECTORS, make_given
-from learner_jax.advantage import group_advantages
+from learner_jax.batch import group_advantages
 from learner_jax.logprobs import token_logprobs
 from learner_jax.loss import grpo_loss, token_weights
 from learner_jax.packing import LossInputs

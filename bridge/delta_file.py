@@ -30,15 +30,16 @@ else one zstd frame. All integers are little-endian.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import zstandard
 
-from bridge.safetensors_io import listed
+from bridge.safetensors_io import TensorInfo, listed
 from runspec.core.canonical import MalformedJson, canonical_json, is_digest, parse_object
 from runspec.core.errors import UserError
 
@@ -55,6 +56,14 @@ MAGIC = b"RSDELTA\x01"
 SUFFIX = ".delta"
 _LENGTH = 4
 _MAX_BLOCK_BYTES = 2**48
+# Linux: all pages at once. Written ones would come one a fault; read ones come by sixteen, and not
+# while Python's lock is held.
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+_WORD = np.dtype("<u8")
+_BLOCK_WORDS = 2**17
+"""A megabyte of each side: what is compared is still in the cache when it is looked up."""
+_FEW = 1 / 16
+"""Share of words that differ above which it is quicker to compare all elements (measured)."""
 
 
 class MalformedSegment(ValueError):
@@ -310,3 +319,75 @@ def _tensor(name: str, record: Any) -> DeltaTensor:
     if not is_digest(digest) or type(nbytes) is not int or not 0 <= nbytes < _MAX_BLOCK_BYTES:
         raise MalformedJson(f"tensor {name[:200]!r}: blake3 or bytes is malformed")
     return DeltaTensor(digest, nbytes)
+
+
+def tensor_segments(info: TensorInfo) -> list[slice]:
+    """Where in its file the segments of a tensor lie, in bytes."""
+    step, end = SEGMENT_ELEMENTS * info.dtype.itemsize, info.offset + info.nbytes
+    return [slice(at, min(at + step, end)) for at in range(info.offset, end, step)]
+
+
+def mapped_bits(
+    file: IO[bytes], info: TensorInfo, cut: slice, *, writable: bool = False
+) -> np.ndarray:
+    """[elements] bits of a tensor's part as they lie in its file, without a copy.
+
+    Args:
+        file: open, for writing too where `writable`.
+        info: the tensor.
+        cut: which bytes of the file.
+        writable: what is written to the array is written to the file.
+
+    Raises:
+        UserError: it cannot be mapped, as where the file has become shorter.
+    """
+    dtype = np.dtype(f"<u{info.dtype.itemsize}")
+    if cut.start == cut.stop:  # nothing cannot be mapped
+        return np.empty(0, dtype)
+    before = cut.start % mmap.ALLOCATIONGRANULARITY
+    try:
+        pages = mmap.mmap(
+            file.fileno(),
+            cut.stop - cut.start + before,
+            flags=mmap.MAP_SHARED | (_POPULATE if writable else 0),
+            prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
+            offset=cut.start - before,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"tensor {info.name}: cannot be mapped: {error}", place=file.name
+        ) from error
+    return np.frombuffer(pages, dtype, offset=before)
+
+
+def changed_indices(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Indices of the elements whose bits differ, ascending.
+
+    Compares eight bytes at a time and looks for elements only in the words that differ.
+
+    Args:
+        old, new: [n] of the same unsigned type of 2 or 4 bytes.
+
+    Returns:
+        [changed] intp.
+    """
+    per_word = _WORD.itemsize // old.itemsize
+    whole = len(old) - len(old) % per_word
+    step = _BLOCK_WORDS * per_word
+    found = [
+        _changed_in_words(old[at : min(at + step, whole)], new[at : min(at + step, whole)]) + at
+        for at in range(0, whole, step)
+    ]
+    found.append(np.flatnonzero(old[whole:] != new[whole:]) + whole)
+    return np.concatenate(found)
+
+
+def _changed_in_words(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    old_words, new_words = old.view(_WORD), new.view(_WORD)
+    differs = old_words != new_words
+    if np.count_nonzero(differs) > len(differs) * _FEW:
+        return np.flatnonzero(old != new)
+    words = np.flatnonzero(differs)
+    per_word = _WORD.itemsize // old.itemsize
+    elements = np.flatnonzero((old_words[words] ^ new_words[words]).view(old.dtype))
+    return words[elements // per_word] * per_word + elements % per_word

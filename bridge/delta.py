@@ -1,4 +1,8 @@
-"""Two directories of weights -> a directory of deltas; deltas onto the weights of a directory."""
+"""Deltas between versions of weights: the elements whose bits changed, and their new bits.
+
+A delta is a directory with one `<weights file>.delta` for each safetensors file. It overwrites, so
+that applying it again, after a crash or by mistake, is harmless. docs/deltas.md has the format.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,30 +19,14 @@ from typing import IO, Any
 
 import numpy as np
 
-from bridge.delta.container import (
-    SUFFIX,
-    DeltaFile,
-    DeltaHeader,
-    DeltaTensor,
-    MalformedSegment,
-    encode,
-    overwrite,
-    read_delta_file,
-)
-from bridge.delta.layout import (
-    FileLayout,
-    Records,
-    changed_indices,
-    mapped_bits,
-    read_layout,
-    read_records,
-    tensor_segments,
-    tensor_shapes,
-)
+from bridge import delta_file, safetensors_io
+from bridge.delta_file import DeltaFile, DeltaTensor, changed_indices, mapped_bits, tensor_segments
 from bridge.model_files import output_directory
-from bridge.safetensors_io import TENSORS_NAME, TensorInfo, listed, stored_digest
+from bridge.safetensors_io import TENSORS_NAME, TensorInfo, listed
 from bridge.tensors import model_digest, tensor_digest
+from runspec.core.canonical import MalformedJson, digest_bytes, is_digest
 from runspec.core.errors import UserError
+from runspec.core.files import read_object
 
 _AHEAD = 8
 """Segments a thread that may be coded before the first of them is written."""
@@ -46,6 +34,119 @@ _MAX_THREADS = 8
 """More of them wait for memory."""
 Check = Callable[[TensorInfo, np.ndarray], None]
 """Looks at a tensor's bits after the last delta."""
+Records = dict[str, dict[str, Any]]
+"""For each tensor {dtype, shape, blake3}, as a manifest says them."""
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """One safetensors file."""
+
+    path: Path
+    digest: str
+    """BLAKE3 of the file's bytes before its first tensor: names, shapes, types, offsets."""
+    tensors: tuple[TensorInfo, ...]
+    """In the order in which they lie."""
+
+
+def read_layout(directory: Path) -> list[FileLayout]:
+    """The weights files of a Hugging Face directory, by name.
+
+    Raises:
+        UserError: no weights, malformed ones, tensors that overlap or leave gaps.
+    """
+    by_file: dict[Path, list[TensorInfo]] = {}
+    for info in safetensors_io.read_headers(directory).values():
+        by_file.setdefault(info.file, []).append(info)
+    layout = []
+    for path, tensors in sorted(by_file.items()):
+        tensors.sort(key=lambda info: (info.offset, info.nbytes, info.name))
+        with path.open("rb") as file:
+            length = file.read(8)
+            header = length + file.read(int.from_bytes(length, "little"))
+            size = file.seek(0, 2)
+        ends = [len(header), *(info.offset + info.nbytes for info in tensors)]
+        if [*(info.offset for info in tensors), size] != ends:
+            raise UserError("its tensors do not lie one after the other", place=str(path))
+        layout.append(FileLayout(path, digest_bytes(header), tuple(tensors)))
+    return layout
+
+
+def tensor_shapes(layout: list[FileLayout]) -> Records:
+    """{dtype, shape} of every tensor."""
+    return {
+        info.name: {"dtype": info.dtype.name, "shape": list(info.shape)}
+        for file in layout
+        for info in file.tensors
+    }
+
+
+def read_records(directory: Path, layout: list[FileLayout]) -> Records:
+    """Each tensor's record, as `tensors.json` says, or computed where there is none.
+
+    Raises:
+        UserError: `tensors.json` is malformed or speaks of other tensors.
+    """
+    path = directory / TENSORS_NAME
+    shapes = tensor_shapes(layout)
+    if not path.exists():
+        return {
+            info.name: safetensors_io.stored_record(info)
+            for file in layout
+            for info in file.tensors
+        }
+    try:
+        records = read_object(path, safetensors_io.MAX_RECORDS_BYTES)["tensors"]
+        said = {name: {k: v for k, v in r.items() if k != "blake3"} for name, r in records.items()}
+        if said != shapes or not all(is_digest(r["blake3"]) for r in records.values()):
+            raise MalformedJson("not of the weights beside it")
+    except (OSError, MalformedJson, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"not the tensors' records: {error}", place=str(path)) from error
+    return records
+
+
+@dataclass(frozen=True)
+class ChangedElements:
+    """Elements of one tensor whose bits differ."""
+
+    info: TensorInfo
+    """The tensor, in the newer version."""
+    indices: np.ndarray
+    """intp [changed], ascending: in the flattened tensor."""
+    bits: np.ndarray
+    """u16 or u32 [changed]: the newer version's."""
+
+
+def changed_elements(base_dir: Path, new_dir: Path) -> Iterator[ChangedElements]:
+    """Yield the elements whose bits differ, a segment of a tensor at a time, in file order.
+
+    Memory: the pages of one segment (2**21 elements) of both versions, and its changes.
+
+    Args:
+        base_dir: Hugging Face directory of the older version.
+        new_dir: of the newer one.
+
+    Raises:
+        UserError: other tensors, types or shapes, or files that cannot be read.
+    """
+    base, new = safetensors_io.read_headers(base_dir), safetensors_io.read_headers(new_dir)
+    shapes = [{n: (i.dtype, i.shape) for n, i in infos.items()} for infos in (base, new)]
+    if shapes[0] != shapes[1]:
+        raise UserError(f"holds other tensors than {base_dir}", place=str(new_dir))
+    for name, info in sorted(new.items(), key=lambda item: (item[1].file, item[1].offset)):
+        with base[name].file.open("rb") as old_file, info.file.open("rb") as new_file:
+            at = 0
+            cuts = zip(
+                tensor_segments(base[name]),
+                tensor_segments(info),
+                strict=True,
+            )
+            for old_cut, new_cut in cuts:
+                bits = mapped_bits(new_file, info, new_cut)
+                changed = changed_indices(mapped_bits(old_file, base[name], old_cut), bits)
+                if len(changed):
+                    yield ChangedElements(info, changed + at, bits[changed])
+                at += len(bits)
 
 
 class DamagedWeights(UserError):
@@ -115,8 +216,13 @@ def write_delta(base_dir: Path, new_dir: Path, out_dir: Path, *, threads: int = 
             with tempfile.TemporaryFile(dir=folder) as blocks:
                 written = _write_blocks(blocks, old_file, new_file, records, pool, _AHEAD * threads)
                 sizes = {c.name: DeltaTensor(records[c.name]["blake3"], c.nbytes) for c in written}
-                path = folder / (new_file.path.name + SUFFIX)
-                _write_file(path, DeltaHeader(*digests, new_file.digest, sizes), blocks)
+                path = folder / (new_file.path.name + delta_file.SUFFIX)
+                blocks.seek(0)
+                with path.open("xb") as file:
+                    file.write(delta_file.DeltaHeader(*digests, new_file.digest, sizes).encode())
+                    shutil.copyfileobj(blocks, file, 2**20)
+                    file.flush()
+                    os.fsync(file.fileno())
             changes += written
             delta_bytes += path.stat().st_size
     weights = sum(info.nbytes for file in new for info in file.tensors)
@@ -139,17 +245,8 @@ def _check_same_layout(base: list[FileLayout], new: list[FileLayout]) -> None:
     )
 
 
-def _write_file(path: Path, header: DeltaHeader, blocks: IO[bytes]) -> None:
-    blocks.seek(0)
-    with path.open("xb") as file:
-        file.write(header.encode())
-        shutil.copyfileobj(blocks, file, 2**20)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _check(info: TensorInfo, expected: str) -> None:
-    if stored_digest(info) != expected:
+    if safetensors_io.stored_digest(info) != expected:
         raise DamagedWeights(
             f"tensor {info.name}: its bits are not those that {TENSORS_NAME} names",
             place=str(info.file),
@@ -177,7 +274,7 @@ def _write_blocks(
         def code(segment: tuple[TensorInfo, slice]) -> tuple[int, bytes]:
             old_bits, new_bits = (mapped_bits(file, *segment) for file in (old_file, new_file))
             where = changed_indices(old_bits, new_bits)
-            return len(where), encode(new_bits, where)
+            return len(where), delta_file.encode(new_bits, where)
 
         for first in range(0, len(segments), ahead):
             window = segments[first : first + ahead]
@@ -291,8 +388,8 @@ def open_delta(file: FileLayout, delta: Path) -> DeltaFile:
     Raises:
         UserError: malformed, or made for another layout.
     """
-    path = delta / (file.path.name + SUFFIX)
-    opened = read_delta_file(path, [info.name for info in file.tensors])
+    path = delta / (file.path.name + delta_file.SUFFIX)
+    opened = delta_file.read_delta_file(path, [info.name for info in file.tensors])
     if opened.header.layout != file.digest:
         raise UserError(f"made for weights that lie otherwise than {file.path}", place=str(path))
     return opened
@@ -341,11 +438,11 @@ def _overwrite_tensor(info: TensorInfo, bits: np.ndarray, path: Path, block: mem
     try:
         for cut in tensor_segments(info):
             size = (cut.stop - cut.start) // info.dtype.itemsize
-            block = block[overwrite(bits[at : at + size], block) :]
+            block = block[delta_file.overwrite(bits[at : at + size], block) :]
             at += size
         if block:
-            raise MalformedSegment(f"{len(block)} bytes after the last segment")
-    except MalformedSegment as error:
+            raise delta_file.MalformedSegment(f"{len(block)} bytes after the last segment")
+    except delta_file.MalformedSegment as error:
         raise UserError(
             f"tensor {info.name}: malformed delta: {error} (element {at} and after)",
             place=str(path),
