@@ -109,7 +109,12 @@ class Evaluator:
                 refuses the result, or the engine died twice.
         """
         begun, cpu = time.monotonic(), cpu_seconds()
-        questions = self._asked(evaluation, arrived.path)
+        if evaluation.name not in self._questions:
+            tasks: RunTask = self.up.enter_context(
+                closing(build_evaluation_set(self.spec, evaluation, arrived.path, self.data_dir))
+            )
+            self._questions[evaluation.name] = Questions.of(self.spec, evaluation, tasks)
+        questions = self._questions[evaluation.name]
         what = f"{evaluation.name} of version {arrived.version}"
         try:
             results = self._answers(questions, arrived, stop, what)
@@ -140,14 +145,6 @@ class Evaluator:
             *(what, f"{mean.value:.3f}" if mean else "unknown", graded, faults, result.wall_s),
         )
         return True
-
-    def _asked(self, evaluation: Evaluation, tokenizer_dir: Path) -> Questions:
-        if evaluation.name not in self._questions:
-            tasks: RunTask = self.up.enter_context(
-                closing(build_evaluation_set(self.spec, evaluation, tokenizer_dir, self.data_dir))
-            )
-            self._questions[evaluation.name] = Questions.of(self.spec, evaluation, tasks)
-        return self._questions[evaluation.name]
 
     def _answers(
         self, questions: Questions, arrived: Arrived, stop: threading.Event, what: str
@@ -244,22 +241,14 @@ Done = Collection[tuple[str, int]]
 """Evaluations and the versions of which they are done."""
 
 
-def is_due(evaluation: Evaluation, version: int, steps: int) -> bool:
-    """Return whether a version is one of those that are evaluated, in a run of so many steps."""
-    if version == 0:
-        return evaluation.at_start
-    if version == steps:
-        return evaluation.at_end
-    return version % evaluation.every == 0
-
-
 def due(spec: RunSpec, version: int, done: Done) -> list[Evaluation]:
     """Return the evaluations that a version is still to have."""
-    return [
-        each
-        for each in spec.evaluations
-        if is_due(each, version, spec.steps) and (each.name, version) not in done
-    ]
+    found = []
+    for each in spec.evaluations:
+        at_end = each.at_end if version == spec.steps else version % each.every == 0
+        if (each.at_start if version == 0 else at_end) and (each.name, version) not in done:
+            found.append(each)
+    return found
 
 
 def due_versions(spec: RunSpec, after: int, newest: int, done: Done) -> Sequence[int]:
