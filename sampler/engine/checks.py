@@ -44,7 +44,14 @@ def read_probe(weights_dir: Path) -> list[ProbeSequence]:
     path = weights_dir / PROBE_FILE
     try:
         payload = parse_object(read_bounded(path, MAX_PROBE_BYTES), max_bytes=MAX_PROBE_BYTES)
-        probe = [_sequence(entry) for entry in payload["sequences"]]
+        probe = []
+        for entry in payload["sequences"]:
+            tokens = [int(token) for token in entry["tokens"]]
+            logprobs = np.asarray(entry["logprobs"], dtype=np.float32)
+            shape = logprobs.shape
+            if len(tokens) < 2 or shape != (len(tokens) - 1,) or not np.isfinite(logprobs).all():
+                raise ValueError(f"{len(tokens)} tokens with log-probs of shape {shape}")
+            probe.append(ProbeSequence(tokens, logprobs))
         if not probe:
             raise ValueError("no sequences")
     except (OSError, MalformedJson, KeyError, TypeError, ValueError) as error:
@@ -100,21 +107,18 @@ def require_same_logprobs(
         UserError: they differ by more than the precision explains.
     """
     limit = PROBE_LIMITS[precision]
+    # Tensors of different layers as one: `*.q_proj.weight`.
+    kinds = dict.fromkeys("*." + ".".join(name.split(".")[-2:]) for name in report.repacked)
     for found in logprobs:
         difference = probe_difference(probe, found)
         if not difference <= limit:  # also refuses NaN
             raise UserError(
                 f"version {version}: the engine's log-probs differ from the learner's by "
                 f"{difference:.2e} on average (limit {limit:.0e}); perhaps stale: "
-                f"{_kinds(report.repacked) or 'nothing that could not be read back'}",
+                f"{', '.join(kinds) or 'nothing that could not be read back'}",
                 place=str(weights_dir / PROBE_FILE),
                 remedy=_REMEDY,
             )
-
-
-def _kinds(names: Sequence[str]) -> str:
-    """Name tensors, those of different layers as one: `*.q_proj.weight`."""
-    return ", ".join(dict.fromkeys("*." + ".".join(name.split(".")[-2:]) for name in names))
 
 
 def probe_difference(probe: Sequence[ProbeSequence], logprobs: Sequence[np.ndarray]) -> float:
@@ -127,11 +131,3 @@ def probe_difference(probe: Sequence[ProbeSequence], logprobs: Sequence[np.ndarr
     """
     learner = np.concatenate([sequence.logprobs for sequence in probe])
     return float(np.abs(learner - np.concatenate(list(logprobs))).mean())
-
-
-def _sequence(entry: Any) -> ProbeSequence:
-    tokens = [int(token) for token in entry["tokens"]]
-    logprobs = np.asarray(entry["logprobs"], dtype=np.float32)
-    if len(tokens) < 2 or logprobs.shape != (len(tokens) - 1,) or not np.isfinite(logprobs).all():
-        raise ValueError(f"{len(tokens)} tokens with log-probs of shape {logprobs.shape}")
-    return ProbeSequence(tokens, logprobs)

@@ -234,8 +234,10 @@ class TokenRecorder:
         versions = np.repeat([step.version for step in steps], [len(step.slots) for step in steps])
         tokens, logprobs = self._new_tokens[:filled], self._new_logprobs[:filled]
         hidden = self._new_states[:filled]
-        last = _last_of_each(slots * (self._longest + RING) + positions)
-        if last is not None:
+        keys = slots * (self._longest + RING) + positions
+        distinct, backwards = np.unique(keys[::-1], return_index=True)
+        if distinct.size < keys.size:  # of rows for one place the last one counts
+            last = np.sort(keys.size - 1 - backwards)
             slots, positions, versions = slots[last], positions[last], versions[last]
             index = on_device(last, self._device)
             tokens, logprobs, hidden = tokens[index], logprobs[index], hidden[index]
@@ -289,9 +291,3 @@ class TokenRecorder:
         places = (starts[:, None] + np.arange(CHUNK_ROWS)) % RING
         index = on_device(slots[:, None] * RING + places, self._device)
         return select_largest(self._states[index], rows)
-
-
-def _last_of_each(keys: np.ndarray) -> np.ndarray | None:
-    """Return i64 [N]: the last position of each of N keys, in order; None if no key repeats."""
-    distinct, backwards = np.unique(keys[::-1], return_index=True)
-    return None if distinct.size == keys.size else np.sort(keys.size - 1 - backwards)

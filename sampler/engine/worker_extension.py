@@ -218,7 +218,7 @@ class SamplerExtension:
         if self.device.type == "cpu" and self.model_runner.model_config.enforce_eager:
             # vLLM compiles small helpers even in eager mode; a CPU may have no compiler at hand.
             torch.compiler.set_stance("force_eager")
-        processor, model = self._processor(), self._model()
+        processor, model = self._processor(), self.model_runner.get_model()
         if not processor.records:
             return
         hidden_size = self.model_runner.model_config.get_hidden_size()
@@ -252,7 +252,7 @@ class SamplerExtension:
         vLLM's reload copies the embedding into place and never processes the head, which the
         checkpoint does not hold; on CPUs the head multiplies by a packed copy made at load.
         """
-        model = self._model()
+        model = self.model_runner.get_model()
         if model.config.tie_word_embeddings:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
@@ -262,14 +262,13 @@ class SamplerExtension:
         def reload(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             self.model_runner.reload_weights(weights_iterator=tensors)
 
-        return patch_weights(self._model(), Path(base_dir), Path(weights_dir), reload=reload)
+        return patch_weights(
+            self.model_runner.get_model(), Path(base_dir), Path(weights_dir), reload=reload
+        )
 
     def compare_weights(self, weights_dir: str) -> LoadReport:
         """Read the weights back and compare them with the files; see `loaded_weights`."""
-        return compare_weights(self._model(), Path(weights_dir))
-
-    def _model(self) -> Any:
-        return self.model_runner.get_model()
+        return compare_weights(self.model_runner.get_model(), Path(weights_dir))
 
     def _processor(self) -> SeededSampler:
         found = [

@@ -87,14 +87,14 @@ def test_a_core_that_dies_or_hangs_fails_what_is_under_way_and_a_load_starts_ano
 
 def test_a_core_that_is_slow_but_answers_is_left_alone(engine, monkeypatch):
     # given an engine that is asked for signs of life all the time
-    asked, ask = queue.Queue(), engine._core._ask
+    asked, ask = queue.Queue(), engine._client.core._ask
 
     async def counted():
         asked.put(True)
         await ask()
 
     monkeypatch.setattr(engine_process, "ASK_S", 0.001)
-    monkeypatch.setattr(engine._core, "_ask", counted)
+    monkeypatch.setattr(engine._client.core, "_ask", counted)
     expected, [core] = tokens_of(engine, batch()), engine.pids
     # when its core stands still until it was asked, again and again
     for _ in range(3):
