@@ -10,7 +10,7 @@ It multiplies the rounded states of the body in float32.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,9 @@ def prefill(
     wanted, device = Wanted.of(inputs, truncation), policy.devices[0]
     require_fits(inputs, policy.longest)
     outputs: dict[int, PrefillOutput] = {}
-    most = _positions(policy.head.shape[1], device)
+    most = CUDA_POSITIONS
+    if device.type != "cuda":
+        most = max(CPU_POSITIONS, CPU_NUMBERS // policy.head.shape[1])
     with torch.inference_mode():
         computed = (
             (
@@ -150,13 +152,6 @@ def _fetched(
         yield members, _on_host(facts)
 
 
-def _positions(hidden_size: int, device: torch.device) -> int:
-    """Return the positions of a batch, padding included."""
-    return (
-        CUDA_POSITIONS if device.type == "cuda" else max(CPU_POSITIONS, CPU_NUMBERS // hidden_size)
-    )
-
-
 def _facts(
     head: torch.Tensor,
     hidden: torch.Tensor,
@@ -174,7 +169,11 @@ def _facts(
         wanted: facts to compute.
     """
     device = head.device
-    columns = upload(_columns(batch), device)
+    counts = [len(each.output_tokens) for each in batch]
+    keys = np.array([each.noise_key or (0, 0) for each in batch], np.int32)
+    tokens = np.concatenate([each.output_tokens for each in batch])
+    fields = [tokens, spans([0] * len(batch), counts), *np.repeat(keys, counts, axis=0).T]
+    columns = upload(np.stack(fields).astype(np.int32), device)  # i32 [4, N]: those of `Drawn`
     ends = {each.end_token for each in batch if each.end_token is not None}
     vocabulary = Vocabulary.of(torch.arange(len(head), dtype=torch.int32, device=device)[None, :])
     end = max(ends, default=0)
@@ -185,7 +184,7 @@ def _facts(
             drawn = Drawn(*columns[:, rows][:, part, None])
             scaled = logits[part] / temperature  # [n, V]
             found.append(facts_of(torch, scaled, drawn, vocabulary, end, wanted))
-    return _joined(found)._replace(hidden=hidden.to(torch.bfloat16).view(torch.int16))
+    return _each(torch.cat, found)._replace(hidden=hidden.to(torch.bfloat16).view(torch.int16))
 
 
 def _portions(count: int, size: int) -> Iterator[slice]:
@@ -194,38 +193,21 @@ def _portions(count: int, size: int) -> Iterator[slice]:
     return (slice(begin, begin + step) for begin in range(0, count, step))
 
 
-def _columns(batch: Sequence[PrefillInput]) -> np.ndarray:
-    """Return i32 [4, N]: the fields of `Drawn` of each output token."""
-    counts = [len(each.output_tokens) for each in batch]
-    keys = np.array([each.noise_key or (0, 0) for each in batch], np.int32)
-    tokens = np.concatenate([each.output_tokens for each in batch])
-    positions = spans([0] * len(batch), counts)
-    return np.stack([tokens, positions, *np.repeat(keys, counts, axis=0).T]).astype(np.int32)
+def _each(function: Callable[[Sequence[Any]], Any], parts: Sequence[TokenFacts]) -> TokenFacts:
+    """Apply a function to the arrays that several facts have for one field, for each field."""
 
+    def apply(arrays: Sequence[Any]) -> Any:
+        if isinstance(arrays[0], Choices):
+            return Choices(*map(apply, zip(*arrays, strict=True)))
+        return None if arrays[0] is None else function(arrays)
 
-def _joined(parts: Sequence[TokenFacts]) -> TokenFacts:
-    """Concatenate all chunks, on their device."""
-
-    def join(arrays: Sequence[Any]) -> Any:
-        return None if arrays[0] is None else torch.cat(list(arrays))
-
-    choices = None
-    if parts[0].choices is not None:
-        columns = zip(*(part.choices for part in parts if part.choices is not None), strict=True)
-        choices = Choices(*(join(column) for column in columns))
-    return TokenFacts(
-        join([part.logprobs for part in parts]), join([part.gaps for part in parts]), choices
-    )
+    return TokenFacts(*map(apply, zip(*parts, strict=True)))
 
 
 def _on_host(facts: TokenFacts) -> TokenFacts:
     """Return the facts in numpy; waits for the device."""
-    return TokenFacts(
-        facts.logprobs.cpu().numpy(),
-        None if facts.gaps is None else facts.gaps.cpu().numpy(),
-        None if facts.choices is None else Choices(*(each.cpu().numpy() for each in facts.choices)),
-        facts.hidden.cpu().numpy().view(np.uint16),
-    )
+    facts = _each(lambda arrays: arrays[0].cpu().numpy(), [facts])
+    return facts._replace(hidden=facts.hidden.view(np.uint16))
 
 
 def _devices(hardware: Hardware | None) -> list[torch.device]:

@@ -102,7 +102,11 @@ def hidden_states(
         yield from _continued(body, inputs, groups, positions, device)
         return
     for members in batches_by_length(lengths, positions=positions):
-        yield Batch(members, _whole(body, [inputs[member] for member in members], device))
+        batch = [inputs[member] for member in members]
+        texts = [np.concatenate([each.prompt_tokens, each.output_tokens]) for each in batch]
+        states = body(input_ids=_padded(texts, device), use_cache=False).last_hidden_state
+        starts = [len(each.prompt_tokens) - 1 for each in batch]
+        yield Batch(members, _rows(states, starts, [len(each.output_tokens) for each in batch]))
 
 
 def batches_by_length(lengths: Sequence[int], *, positions: int) -> Iterator[list[int]]:
@@ -123,14 +127,6 @@ def batches_by_length(lengths: Sequence[int], *, positions: int) -> Iterator[lis
         batch.append(number)
     if batch:
         yield batch
-
-
-def _whole(body: Any, batch: Sequence[PrefillInput], device: torch.device) -> torch.Tensor:
-    """Compute states [N, D], each rollout from its first token."""
-    texts = [np.concatenate([each.prompt_tokens, each.output_tokens]) for each in batch]
-    states = body(input_ids=_padded(texts, device), use_cache=False).last_hidden_state
-    starts = [len(each.prompt_tokens) - 1 for each in batch]
-    return _rows(states, starts, [len(each.output_tokens) for each in batch])
 
 
 def _continued(

@@ -124,8 +124,18 @@ class Outbox:
         Returns:
             The leases whose submissions are on the disk now.
         """
+        kept = []
         with self._lock:
-            return [lease for lease, made in self._made.items() if self._kept(lease, made)]
+            for lease, made in self._made.items():
+                path, data = self._folder / f"{lease}{_SUFFIX}", made.envelope + b"\n" + made.table
+                try:
+                    write_atomic(path, data)
+                    kept.append(lease)
+                except UserError as error:
+                    self._log.warning(
+                        "a submission is lost, its lease can be sampled again: %s", error
+                    )
+        return kept
 
     def load(self) -> dict[str, Made]:
         """Return the submissions that an earlier process stored, by lease; remove damaged ones."""
@@ -138,15 +148,6 @@ class Outbox:
                 self.settle(path.stem)
         with self._lock:
             return dict(self._made)
-
-    def _kept(self, lease: str, made: Made) -> bool:
-        try:
-            data = made.envelope + b"\n" + made.table
-            write_atomic(self._folder / f"{lease}{_SUFFIX}", data)
-        except UserError as error:
-            self._log.warning("a submission is lost, its lease can be sampled again: %s", error)
-            return False
-        return True
 
     def _read(self, path: Path) -> Made:
         data = read_bounded(path, MAX_ENVELOPE_BYTES + self._max_bytes)

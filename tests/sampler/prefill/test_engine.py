@@ -95,7 +95,8 @@ def as_float(bits: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    monkeypatch.setattr(torch_engine, "_positions", lambda hidden_size, device: 100)
+    monkeypatch.setattr(torch_engine, "CPU_POSITIONS", 100)
+    monkeypatch.setattr(torch_engine, "CPU_NUMBERS", 0)
     monkeypatch.setitem(torch_engine.CHUNK_LOGITS, "cpu", 7 * VOCABULARY)
     monkeypatch.setitem(torch_engine.JUDGED_LOGITS, "cpu", 3 * VOCABULARY)
 
