@@ -17,7 +17,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 from sampler.sandbox.limits import Finished, Limits
 from sampler.sandbox.probe import probe, require
@@ -75,7 +74,15 @@ def run(
     """
     process = start(command, limits=limits, files=files, readable=readable, mechanisms=mechanisms)
     process.limit_stderr(limits.output_bytes)
-    writer = threading.Thread(target=_feed, args=(process.stdin, stdin), daemon=True)
+
+    def feed() -> None:
+        """Write the program's standard input, which the program need not read."""
+        with contextlib.suppress(OSError, ValueError):
+            process.stdin.write(stdin)
+        with contextlib.suppress(OSError, ValueError):
+            process.stdin.close()
+
+    writer = threading.Thread(target=feed, daemon=True)
     writer.start()
     stdout = bytearray()
     try:
@@ -93,11 +100,3 @@ def run(
     if too_much and finished.outcome == "killed":
         finished = replace(finished, outcome="output")
     return replace(finished, stdout=bytes(stdout[: limits.output_bytes]))
-
-
-def _feed(stream: IO[bytes], data: bytes) -> None:
-    """Write the program's standard input, which the program need not read."""
-    with contextlib.suppress(OSError, ValueError):
-        stream.write(data)
-    with contextlib.suppress(OSError, ValueError):
-        stream.close()

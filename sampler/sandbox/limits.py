@@ -88,6 +88,13 @@ class Finished:
         return f"killed by {signal.Signals(-self.code).name if known else f'signal {-self.code}'}"
 
 
+_LAST_WORDS: dict[Outcome, tuple[bytes, ...]] = {
+    "memory": (b"MemoryError", b"terminate called after throwing an instance of 'std::bad_alloc"),
+    "processes": (b"BlockingIOError: [Errno 11]", b"RuntimeError: can't start new thread"),
+    "files": (b"OSError: [Errno 27]", b"OSError: [Errno 28]"),
+}
+
+
 def judge(message: Mapping[str, str], stderr: bytes, limits: Limits) -> Finished:
     """Return how the program ended, from the launcher's last message: `verdict`, `wall_s`, `seen`,
     `cpu_seen`, and, if the program ended by itself, `status`, `cpu_s`, `peak`."""
@@ -96,28 +103,19 @@ def judge(message: Mapping[str, str], stderr: bytes, limits: Limits) -> Finished
     if not verdict and "status" not in message:
         verdict = "killed"  # the init process itself was killed from outside
     cpu_s = max(float(message.get(name, 0.0)) for name in ("cpu_s", "cpu_seen"))
+    outcome: Outcome = verdict or ("signal" if code < 0 else "exit")
+    if not verdict:
+        last = stderr.rstrip().rpartition(b"\n")[2]
+        for limit, words in _LAST_WORDS.items():
+            if code != 0 and last.startswith(words):
+                outcome = limit
+        if code == -signal.SIGXCPU or (code == -9 and limits.cpu_s and cpu_s > limits.cpu_s):
+            outcome = "cpu"
     return Finished(
-        verdict or _by_status(code, cpu_s, stderr, limits),
+        outcome,
         -9 if verdict else code,
         stderr=stderr,
         wall_s=float(message.get("wall_s", 0.0)),
         cpu_s=cpu_s,
         peak_bytes=max(int(message.get(name, 0)) for name in ("peak", "seen")),
     )
-
-
-_LAST_WORDS: dict[Outcome, tuple[bytes, ...]] = {
-    "memory": (b"MemoryError", b"terminate called after throwing an instance of 'std::bad_alloc"),
-    "processes": (b"BlockingIOError: [Errno 11]", b"RuntimeError: can't start new thread"),
-    "files": (b"OSError: [Errno 27]", b"OSError: [Errno 28]"),
-}
-
-
-def _by_status(code: int, cpu_s: float, stderr: bytes, limits: Limits) -> Outcome:
-    if code == -signal.SIGXCPU or (code == -9 and limits.cpu_s and cpu_s > limits.cpu_s):
-        return "cpu"
-    last = stderr.rstrip().rpartition(b"\n")[2]
-    for outcome, words in _LAST_WORDS.items():
-        if code != 0 and last.startswith(words):
-            return outcome
-    return "signal" if code < 0 else "exit"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO
@@ -75,23 +75,30 @@ class Isolated:
         self._lock = threading.Lock()
         self._finished: Finished | None = None
         self._scratch = b""
-        self._stderr = _Tail(supervisor.stderr, self.stop)
-
-    @property
-    def stderr(self) -> bytes:
+        self.stderr = b""
         """The last 64 KiB that the program wrote to stderr so far."""
-        return self._stderr.text
+        self._written, self._most = 0, float("inf")
+        self._reader = threading.Thread(target=self._read_stderr, name="stderr", daemon=True)
+        self._reader.start()
 
     @property
     def wrote_too_much(self) -> bool:
         """Whether it wrote more to stderr than `limit_stderr` allows."""
-        return self._stderr.over
+        return self._written > self._most
 
     def limit_stderr(self, limit: int) -> None:
         """End the program once it has written more than `limit` bytes to stderr."""
-        self._stderr.limit = limit
-        if self._stderr.over:
+        self._most = limit
+        if self.wrote_too_much:
             self.stop()
+
+    def _read_stderr(self) -> None:
+        assert self._supervisor.stderr
+        while part := os.read(self._supervisor.stderr.fileno(), PORTION_BYTES):
+            self.stderr = (self.stderr + part)[-STDERR_TAIL_BYTES:]
+            self._written += len(part)
+            if self.wrote_too_much:
+                self.stop()
 
     def stop(self) -> None:
         """Have the supervisor end the program, without waiting for it."""
@@ -139,14 +146,17 @@ class Isolated:
         message: dict[str, str] = {}
         with contextlib.suppress(OSError):
             message = messages.read_answer(self._control, socket.socket.recv)
-        self._stderr.close()
-        for stream in (self.stdin, self.stdout):
+        streams = [self.stdin, self.stdout]
+        self._reader.join(END_S)  # the stream ends when all its writers have ended
+        if not self._reader.is_alive() and self._supervisor.stderr:
+            streams.append(self._supervisor.stderr)
+        for stream in streams:
             with contextlib.suppress(OSError):
                 stream.close()
         self._control.close()
         if self._scratch:
             remove_scratch(self._scratch)
-        return judge(message, self._stderr.text, self.limits)
+        return judge(message, self.stderr, self.limits)
 
     def _await_start(self) -> None:
         """Wait until the program runs.
@@ -172,41 +182,6 @@ class Isolated:
 
     def __exit__(self, *error: object) -> None:
         self.kill()
-
-
-class _Tail:
-    """Reads a stream on a thread of its own and stores its last bytes.
-
-    Args:
-        stream: of the program.
-        stop: called when the program has written more than `limit` bytes.
-    """
-
-    def __init__(self, stream: IO[bytes], stop: Callable[[], None]) -> None:
-        self._stream, self._stop = stream, stop
-        self.text = b""
-        """The last 64 KiB."""
-        self.total = 0
-        self.limit: int | None = None
-        self._thread = threading.Thread(target=self._read, name="stderr", daemon=True)
-        self._thread.start()
-
-    @property
-    def over(self) -> bool:
-        return self.limit is not None and self.total > self.limit
-
-    def close(self) -> None:
-        """Wait for the end of the stream, which comes when all its writers have ended."""
-        self._thread.join(END_S)
-        if not self._thread.is_alive():
-            self._stream.close()
-
-    def _read(self) -> None:
-        while part := os.read(self._stream.fileno(), PORTION_BYTES):
-            self.text = (self.text + part)[-STDERR_TAIL_BYTES:]
-            self.total += len(part)
-            if self.over:
-                self._stop()
 
 
 def launch(
@@ -259,7 +234,7 @@ def launch(
         # A launcher that ended too early wrote its reason to stderr.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             ours.settimeout(START_S)
-            ours.sendall(messages.encode_order(vars(order)))
+            ours.sendall(messages.encode_order(order))
         process._await_start()
     except BaseException:
         process.kill()
@@ -281,28 +256,29 @@ def _order(
         real, links = resolve_paths([*_interpreter(), Path(command[0]), *readable])
     except FileNotFoundError as error:
         raise NotIsolated(str(error)) from None
-    order = Order()
-    order.command = [os.fsencode(word) for word in command]
-    order.environment = {k.encode(): v.encode() for k, v in _ENVIRONMENT.items()}
-    order.files = [(_inside(name), content) for name, content in files.items()]
-    order.readable, order.links = real, links
-    order.mechanisms = list(mechanisms)
+    for name in files:
+        if name.startswith("/") or ".." in name.split("/") or "\0" in name or not name:
+            raise ValueError(f"{name!r} is no path below the scratch directory")
+    program = b""
     if SECCOMP in mechanisms:
-        order.filter = seccomp.build(contained=contained, signals_scoped=landlock_abi() >= 6)
-    order.wall_s, order.cpu_s = limits.wall_s or 0.0, limits.cpu_s or 0.0
-    order.memory, order.processes = limits.memory_bytes, limits.processes
-    order.file_bytes = limits.file_bytes
-    if not contained:
-        order.read_all = bool(capabilities() & READ_ALL) and not open_to_all(real)
-        order.scratch = os.fsencode(tempfile.mkdtemp(prefix="sandbox-"))
-    return order
-
-
-def _inside(name: str) -> bytes:
-    """Return a file's name as bytes; refuse one outside of the scratch directory."""
-    if name.startswith("/") or ".." in name.split("/") or "\0" in name or not name:
-        raise ValueError(f"{name!r} is no path below the scratch directory")
-    return os.fsencode(name)
+        program = seccomp.build(contained=contained, signals_scoped=landlock_abi() >= 6)
+    read_all = not contained and bool(capabilities() & READ_ALL) and not open_to_all(real)
+    return Order(
+        command=[os.fsencode(word) for word in command],
+        environment={k.encode(): v.encode() for k, v in _ENVIRONMENT.items()},
+        files=[(os.fsencode(name), content) for name, content in files.items()],
+        readable=real,
+        links=links,
+        mechanisms=list(mechanisms),
+        filter=program,
+        scratch=b"" if contained else os.fsencode(tempfile.mkdtemp(prefix="sandbox-")),
+        read_all=read_all,
+        wall_s=limits.wall_s or 0.0,
+        cpu_s=limits.cpu_s or 0.0,
+        memory=limits.memory_bytes,
+        processes=limits.processes,
+        file_bytes=limits.file_bytes,
+    )
 
 
 @cache

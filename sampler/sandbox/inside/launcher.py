@@ -17,7 +17,7 @@ import resource
 import time
 
 from . import kernel, limits, messages
-from .messages import LANDLOCK, NAMESPACES, SECCOMP, Order, unpack
+from .messages import LANDLOCK, NAMESPACES, SECCOMP, Order
 from .watchdog import Watchdog, descendants
 
 TYPE_CHECKING = False
@@ -52,7 +52,11 @@ def run_init(order: Order, user: int, tasks: int, ready: int, failures: int, rep
             kernel.prctl("collecting orphans", kernel.PR_SET_CHILD_SUBREAPER, 1)
         kernel.prctl("not being traced", kernel.PR_SET_DUMPABLE, 0)
         _end_with_parent(kernel.SIGKILL if contained else kernel.SIGTERM)
-        _write_files(place, order.files)
+        for name, content in order.files:
+            path = os.path.join(place, name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "xb") as file:
+                file.write(content)
         program = os.fork()
         if program == 0:
             _become(order, place, user, tasks, failures)
@@ -70,14 +74,6 @@ def _end_with_parent(signal: int) -> None:
     kernel.prctl("ending with the parent", kernel.PR_SET_PDEATHSIG, signal)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _write_files(place: bytes, files: list[tuple[bytes, bytes]]) -> None:
-    for name, content in files:
-        path = os.path.join(place, name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "xb") as file:
-            file.write(content)
 
 
 def _become(order: Order, place: bytes, user: int, tasks: int, failures: int) -> None:
@@ -121,7 +117,14 @@ def _wait(program: int, report: int, directory: bytes) -> None:
     with this process.
     """
     if directory:
-        _end_on_signal(program, directory)
+        import signal  # here, because its import takes milliseconds and namespaces do not need it
+
+        def end(_number: int, _frame: object) -> None:
+            _end_group(program)
+            remove_scratch(directory)
+            os._exit(0)
+
+        signal.signal(signal.SIGTERM, end)
     messages.answer(report, program=program)
     status, ended = 0, 0
     while ended != program:
@@ -133,17 +136,6 @@ def _wait(program: int, report: int, directory: bytes) -> None:
     cpu_s = usage.ru_utime + usage.ru_stime
     messages.answer(report, status=status, cpu_s=cpu_s, peak=usage.ru_maxrss << 10)
     os._exit(0)
-
-
-def _end_on_signal(program: int, directory: bytes) -> None:
-    import signal  # here, because its import takes milliseconds and namespaces do not need it
-
-    def end(_number: int, _frame: object) -> None:
-        _end_group(program)
-        remove_scratch(directory)
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, end)
 
 
 def _end_group(program: int) -> None:
@@ -187,7 +179,7 @@ def remove_scratch(path: bytes) -> None:
 
 
 def _empty(top: int) -> None:
-    moved = 0
+    moved, prefix = 0, os.urandom(8).hex()  # which names no file that is there
     while names := os.listdir(top):
         for name in names:
             if not _is_directory(name, top):
@@ -202,10 +194,7 @@ def _empty(top: int) -> None:
                         continue
                     os.chmod(inner, 0o700, dir_fd=child)  # moving a directory writes its `..`
                     moved += 1
-                    target = f".moved-{moved}"
-                    while _exists(target, top):
-                        moved += 1
-                        target = f".moved-{moved}"
+                    target = f"{prefix}-{moved}"
                     os.rename(inner, target, src_dir_fd=child, dst_dir_fd=top)
             finally:
                 os.close(child)
@@ -217,14 +206,6 @@ def _is_directory(name: str, directory: int) -> bool:
     return mode & 0o170000 == 0o040000
 
 
-def _exists(name: str, directory: int) -> bool:
-    try:
-        os.stat(name, dir_fd=directory, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
-
-
 _END_S = 10.0
 """Longest wait for the init process to end what is below it."""
 
@@ -232,10 +213,9 @@ _END_S = 10.0
 def main(control: int) -> None:
     """Run the order that comes over the descriptor `control`; return once nothing is left."""
     os.set_inheritable(control, False)
-    fields = messages.read_order(control)
-    if not fields:
+    order = messages.read_order(control)
+    if order is None:
         return
-    order = unpack(fields)
     started = time.monotonic()
     ready, go = os.pipe()
     failures, failures_in = os.pipe()
@@ -255,7 +235,9 @@ def main(control: int) -> None:
     for descriptor in (ready, failures_in, report_in):
         os.close(descriptor)
     problem = _let_go(order, child, user, go)
-    problem = problem or _text(failures)
+    if not problem:  # read until the program has started
+        with open(failures, "rb") as file:
+            problem = file.read().decode(errors="replace")
     if problem:
         _end(child, contained=contained)
         messages.answer(control, failed=problem)
@@ -278,15 +260,6 @@ def _let_go(order: Order, child: int, user: int, go: int) -> str:
     finally:
         os.close(go)
     return ""
-
-
-def _text(descriptor: int) -> str:
-    """Read until the descriptor's other ends are closed."""
-    text = b""
-    while part := os.read(descriptor, 4096):
-        text += part
-    os.close(descriptor)
-    return text.decode(errors="replace")
 
 
 def _supervise(

@@ -27,6 +27,7 @@ ROOT_STAYS_ROOT = "this is root, and may not become another user"
 _SLACK = 256
 _USERS_FROM, _USERS = 1_700_000_000, 1 << 22
 _COUNTS_BY_NAMESPACE = (5, 14)
+"""First Linux whose user namespaces have a count of processes of their own."""
 
 
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
@@ -71,19 +72,13 @@ def tasks_allowed(processes: int, user: int, *, contained: bool) -> int:
 
     If the user has other tasks, whose number changes, the limit is wide and the watchdog counts.
     """
-    if contained and counts_by_namespace():
+    release = os.uname().release.split(".")
+    version = int(release[0]), int("".join(c for c in release[1] if c.isdigit()))
+    if contained and version >= _COUNTS_BY_NAMESPACE:
         return processes + 1  # the init process
     if user != os.geteuid():
         return processes + contained
     return tasks_of(user) + processes + _SLACK
-
-
-def counts_by_namespace() -> bool:
-    """Whether a user namespace has a count of processes of its own."""
-    release = os.uname().release.split(".")
-    return (int(release[0]), int("".join(c for c in release[1] if c.isdigit()))) >= (
-        _COUNTS_BY_NAMESPACE
-    )
 
 
 def tasks_of(user: int) -> int:

@@ -38,44 +38,39 @@ class Order:
         file_bytes: of a file, and of the scratch directory.
     """
 
-    def __init__(self) -> None:
-        self.command: list[bytes] = []
-        self.environment: dict[bytes, bytes] = {}
-        self.files: list[tuple[bytes, bytes]] = []
-        self.readable: list[bytes] = []
-        self.links: list[tuple[bytes, bytes]] = []
-        self.mechanisms: list[str] = []
-        self.filter = b""
-        self.scratch = b""
-        self.read_all = False
-        self.wall_s = 0.0
-        self.cpu_s = 0.0
-        self.memory = 0
-        self.processes = 1
-        self.file_bytes = 0
+    command: list[bytes]
+    environment: dict[bytes, bytes]
+    files: list[tuple[bytes, bytes]]
+    readable: list[bytes]
+    links: list[tuple[bytes, bytes]]
+    mechanisms: list[str]
+    filter: bytes
+    scratch: bytes
+    read_all: bool
+    wall_s: float
+    cpu_s: float
+    memory: int
+    processes: int
+    file_bytes: int
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
 
 
-def unpack(fields: dict[str, object]) -> Order:
-    """Return the order whose `vars` crossed as a message."""
-    order = Order()
-    vars(order).update(fields)
-    return order
+def encode_order(order: Order) -> bytes:
+    """Encode an order, whose fields are plain values."""
+    return _framed(marshal.dumps(vars(order)))
 
 
-def encode_order(fields: dict[str, Any]) -> bytes:
-    """Encode the fields of an order, which are plain values."""
-    return _framed(marshal.dumps(fields))
-
-
-def read_order(source: Any, receive: Callable[[Any, int], bytes] = os.read) -> dict[str, Any]:
-    """Read the parent's order; empty if the parent closed before it was complete.
+def read_order(source: Any, receive: Callable[[Any, int], bytes] = os.read) -> Order | None:
+    """Read the parent's order; None if the parent closed before it was complete.
 
     Args:
         source: a descriptor, or another argument for `receive`.
         receive: returns at most a number of bytes of the source, none at its end.
     """
-    body = _body(source, receive, None)
-    return marshal.loads(body) if body else {}  # noqa: S302 - only the parent writes it
+    body = _exactly(source, receive, _size(source, receive))
+    return Order(**marshal.loads(body)) if body else None  # noqa: S302 - only the parent writes it
 
 
 def answer(descriptor: int, **fields: str | float) -> None:
@@ -92,7 +87,10 @@ def answer(descriptor: int, **fields: str | float) -> None:
 
 def read_answer(source: Any, receive: Callable[[Any, int], bytes] = os.read) -> dict[str, str]:
     """Read the next answer; empty if the other side closed before it was complete."""
-    lines = _body(source, receive, MAX_ANSWER_BYTES).decode(errors="replace").splitlines()
+    size = _size(source, receive)
+    if size > MAX_ANSWER_BYTES:
+        return {}
+    lines = _exactly(source, receive, size).decode(errors="replace").splitlines()
     return {name: value for name, _, value in (line.partition(" ") for line in lines)}
 
 
@@ -100,9 +98,8 @@ def _framed(data: bytes) -> bytes:
     return len(data).to_bytes(_LENGTH_BYTES, "big") + data
 
 
-def _body(source: Any, receive: Callable[[Any, int], bytes], most: int | None) -> bytes:
-    size = int.from_bytes(_exactly(source, receive, _LENGTH_BYTES), "big")
-    return b"" if most is not None and size > most else _exactly(source, receive, size)
+def _size(source: Any, receive: Callable[[Any, int], bytes]) -> int:
+    return int.from_bytes(_exactly(source, receive, _LENGTH_BYTES), "big")
 
 
 def _exactly(source: Any, receive: Callable[[Any, int], bytes], size: int) -> bytes:

@@ -72,8 +72,13 @@ class Watchdog:
 
         Memory that processes share counts for each.
         """
-        pages = tasks = 0
-        cpu = self._collected()
+        pages = tasks = cpu = 0
+        try:  # ticks of the ended processes that the init process collected
+            with open(f"/proc/{self._init}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+            cpu = int(fields[13]) + int(fields[14])
+        except OSError:
+            pass  # it has ended
         pids = descendants(self._init)
         for pid in pids:
             try:
@@ -87,15 +92,6 @@ class Watchdog:
             tasks += int(fields[17])
             pages += int(memory[1])
         return cpu / _TICKS, pages * _PAGE, tasks, pids
-
-    def _collected(self) -> int:
-        """Return the clock ticks of the ended processes that the init process collected."""
-        try:
-            with open(f"/proc/{self._init}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:
-            return 0  # it has ended
-        return int(fields[13]) + int(fields[14])
 
     def _proportional(self, pids: list[int]) -> int:
         """Return anonymous memory in bytes; shared memory is divided among the sharers."""
