@@ -4,7 +4,7 @@
 reasoning_gym = "sampler.tasks.sources.gym:GymSource"
 
 [project.entry-points."runspec.rewards"]
-reasoning_gym = "sampler.tasks.rewards.gym:GymReward"
+reasoning_gym = "sampler.tasks.sources.gym:GymReward"
 target_length = "sampler.tasks.rewards.target_length:TargetLengthReward"
 """
 
@@ -136,15 +136,6 @@ def make_source(source: Source, seed: int, keep: Keep) -> ProblemSource:
 def make_term(reward: Reward) -> TaskTerm | LengthTerm:
     """Create the term of a reward; its `role` is `task` or `length`."""
     return completed(reward_entry_point(reward).load())(reward)
-
-
-def length_term(rewards: Sequence[Reward]) -> LengthTerm | None:
-    """Return the term that judges lengths; None if there is none."""
-    for reward in rewards:
-        term = make_term(reward)
-        if term.role == "length":
-            return term
-    return None
 
 
 def find_kind(kind: str) -> Kind:

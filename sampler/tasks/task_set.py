@@ -21,12 +21,11 @@ from sampler.tasks.grading.graders import Graders
 from sampler.tasks.grading.launch import require_graders
 from sampler.tasks.interfaces import (
     Keep,
-    LengthTerm,
     Part,
     ProblemSource,
     Score,
-    length_term,
     make_source,
+    make_term,
 )
 from sampler.tasks.prompts import PromptCodec
 from verify.plugins import Graded, GradeItem, GraderFault, Problem, Split
@@ -169,7 +168,8 @@ class RunTask:
         self.targets = target_lengths(spec)
         self._codec = codec
         self._problems = problems
-        self._length_term: LengthTerm | None = length_term(spec.reward)
+        terms = map(make_term, spec.reward)
+        self._length_term = next((term for term in terms if term.role == "length"), None)
         self._graders = Graders(spec.reward)
         if ungraded := problems.task_types - self._graders.rules.keys():
             raise UserError(

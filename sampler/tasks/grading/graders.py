@@ -9,7 +9,7 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
@@ -29,6 +29,7 @@ from sampler.tasks.grading.answers import (
 )
 from sampler.tasks.grading.launch import GraderLost, GraderProcess
 from sampler.tasks.interfaces import Score, TaskTerm, make_term
+from verify.plugins import GraderFault
 
 ANSWERS_A_MESSAGE = 8
 BYTES_A_MESSAGE = 1 << 20
@@ -52,7 +53,7 @@ class _Item:
     """The answer as JSON."""
     future: Future[Result]
     together: Sequence[Future[Result]]
-    """Futures of all answers of the same caller."""
+    """Futures of all queued answers of the same caller."""
 
     def finish(self, result: Result) -> None:
         with suppress(InvalidStateError):  # the caller gave it up
@@ -65,23 +66,38 @@ class _Item:
                 future.set_exception(error)
 
 
-class GraderPool:
-    """Grades answers in long-lived processes, started when they are first needed.
+class Graders:
+    """Grades answers by the terms of a run's rewards, in long-lived processes that start when they
+    are first needed. Terms that are not isolated run in threads.
 
     Args:
-        rules: timeout and limits of each kind.
-        rewards: rewards whose terms the processes hold.
-        processes: most processes at once.
+        rewards: those of the run; terms that judge lengths are left out.
+        processes: most processes, and threads, at once; by default one for each core.
+
+    Raises:
+        UserError: a kind that no installed package offers, or settings that a term refuses.
     """
 
-    def __init__(
-        self,
-        rules: Mapping[str, TermRules],
-        rewards: Sequence[Reward],
-        *,
-        processes: int,
-    ) -> None:
-        self._rules, self._rewards, self._processes = rules, rewards, processes
+    def __init__(self, rewards: Sequence[Reward], *, processes: int | None = None) -> None:
+        self._processes = processes or min(MAX_GRADERS, len(os.sched_getaffinity(0)))
+        self.rules: dict[str, TermRules] = {}
+        """Rules of each kind that can be graded."""
+        self._threaded: dict[str, TaskTerm] = {}
+        self._isolated: list[Reward] = []
+        for reward in rewards:
+            term = make_term(reward)
+            if term.role == "length":
+                continue
+            self.rules[reward.kind] = TermRules(
+                timeout_s=float(term.timeout_s if reward.timeout is None else reward.timeout),
+                repeatable=bool(term.repeatable),
+                limits_blame_answer=bool(term.limits_blame_answer),
+            )
+            if term.isolated:
+                self._isolated.append(reward)
+            else:
+                self._threaded[reward.kind] = term
+        self._executor = ThreadPoolExecutor(self._processes, thread_name_prefix="grader")
         self._queue: deque[_Item] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -94,22 +110,44 @@ class GraderPool:
         Each answer has its own deadline, so the call ends.
 
         Raises:
-            UserError: no grader process starts.
+            UserError: no grader process starts, or a sandbox that a term needs does not work.
             GradersClosed: before all were graded.
         """
-        futures: list[Future[Result]] = [Future() for _ in answers]
-        items = [self._item(*each, futures) for each in zip(answers, futures, strict=True)]
+        futures: list[Future[Result]] = []
+        queued: list[Future[Result]] = []
+        items: list[_Item] = []
+        for answer in answers:
+            kind, future = answer.problem.task_type, Future[Result]()
+            if kind not in self.rules:
+                future.set_result(fault(answer.problem, f"no reward of kind {kind!r}"))
+            elif len(answer.text) > MAX_ANSWER_CHARS:
+                reason = f"an answer of {len(answer.text)} characters, over {MAX_ANSWER_CHARS}"
+                future.set_result(Score(0.0, reason))
+            elif kind in self._threaded:
+                try:
+                    future = self._executor.submit(self._grade_in_thread, answer)
+                except RuntimeError as error:  # it is shut down
+                    raise GradersClosed("the graders are closed") from error
+            elif isinstance(message := _message(answer), str):
+                queued.append(future)
+                items.append(_Item(answer, message, future, queued))
+            else:
+                future.set_result(message)
+            futures.append(future)
         with self._changed:
             if self._closed:
                 raise GradersClosed("the graders are closed")
-            self._queue.extend(item for item in items if item is not None)
+            self._queue.extend(items)
             while len(self._threads) < min(self._processes, len(self._queue)):
                 name = f"grader-{len(self._threads)}"
                 thread = threading.Thread(target=self._serve, name=name, daemon=True)
                 self._threads.append(thread)
                 thread.start()
             self._changed.notify_all()
-        return [future.result() for future in futures]
+        try:
+            return [future.result() for future in futures]
+        except CancelledError as error:
+            raise GradersClosed("the graders were closed") from error
 
     def close(self) -> None:
         """End the processes; callers that wait for an answer get `GradersClosed`."""
@@ -125,34 +163,36 @@ class GraderPool:
             process.stop()
         for thread in self._threads:
             thread.join()
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _item(
-        self, answer: Answer, future: Future[Result], together: Sequence[Future[Result]]
-    ) -> _Item | None:
-        problem = answer.problem
-        message = {
-            "kind": problem.task_type,
-            "answer": answer.text,
-            "problem_id": problem.problem_id,
-            "task_type": problem.task_type,
-            "prompt": problem.prompt,
-            "verification": dict(problem.verification),
-        }
+    def _grade_in_thread(self, answer: Answer) -> Result:
+        """Grade in a thread of its own, which is abandoned if it hangs."""
+        kind = answer.problem.task_type
+        seconds = self.rules[kind].timeout_s + _GRACE_S
+        graded: Future[Result] = Future()
+
+        def grade() -> None:
+            reply = reply_of(self._threaded[kind], answer.problem, answer.text)
+            graded.set_result(result_of(answer, reply, self.rules[kind]))
+
+        threading.Thread(target=grade, daemon=True).start()
         try:
-            text = json.dumps(message)
-        except (TypeError, ValueError, RecursionError) as error:
-            future.set_result(fault(problem, f"its verification is no JSON: {error}"))
-            return None
-        if len(text) > MAX_ITEM_BYTES:
-            future.set_result(fault(problem, f"{len(text)} bytes to grade are over the limit"))
-            return None
-        return _Item(answer, text, future, together)
+            return graded.result(seconds)
+        except NotYet:
+            return fault(answer.problem, f"the grader hangs: {seconds:.0f} s")
 
     def _serve(self) -> None:
+        """Grade what is in the queue with one process at a time, until the graders are closed."""
         process: GraderProcess | None = None
         while (items := self._take()) is not None:
             try:
-                process = process or self._start()
+                if process is None:
+                    process = GraderProcess(self._isolated)
+                    with self._changed:
+                        self._alive.add(process)
+                        closed = self._closed
+                    if closed:
+                        process.stop()
                 going_on = self._grade(process, items)
             except Exception as error:  # noqa: BLE001 - raised again where its caller waits
                 for item in items:
@@ -164,22 +204,13 @@ class GraderPool:
         if process is not None:
             self._end(process)
 
-    def _start(self) -> GraderProcess:
-        process = GraderProcess(self._rewards)
-        with self._changed:
-            self._alive.add(process)
-            closed = self._closed
-        if closed:
-            process.stop()
-        return process
-
     def _end(self, process: GraderProcess) -> None:
         with self._changed:
             self._alive.discard(process)
         process.kill()
 
     def _take(self) -> deque[_Item] | None:
-        """Take a fair share of the waiting answers; None once the pool is closed."""
+        """Take a fair share of the waiting answers; None once the graders are closed."""
         taken: deque[_Item] = deque()
         with self._changed:
             while not self._queue and not self._closed:
@@ -204,7 +235,7 @@ class GraderPool:
             process.ask([item.message for item in items])
             while items:
                 item = items[0]
-                rules = self._rules[item.answer.problem.task_type]
+                rules = self.rules[item.answer.problem.task_type]
                 item.finish(result_of(item.answer, process.answer(rules.timeout_s), rules))
                 items.popleft()
         except GraderLost as lost:
@@ -212,7 +243,7 @@ class GraderPool:
                 if self._closed:
                     raise GradersClosed("the graders were closed") from lost
             item = items.popleft()
-            rules = self._rules[item.answer.problem.task_type]
+            rules = self.rules[item.answer.problem.task_type]
             reason = f"no verdict within {rules.timeout_s:g} s" if lost.overdue else str(lost)
             item.finish(over_limit(item.answer, reason, rules))
             with self._changed:
@@ -222,89 +253,14 @@ class GraderPool:
         return True
 
 
-class Graders:
-    """Grades answers by the task terms of some rewards.
-
-    Args:
-        rewards: those of the run; length terms are left out.
-        processes: grader processes and threads at once; None takes the number of cores.
-
-    Raises:
-        UserError: a kind that no installed package offers, or settings that a term refuses.
-    """
-
-    def __init__(self, rewards: Sequence[Reward], *, processes: int | None = None) -> None:
-        many = processes or min(MAX_GRADERS, len(os.sched_getaffinity(0)))
-        self.rules: dict[str, TermRules] = {}
-        """Rules of each kind that can be graded."""
-        self._threaded: dict[str, TaskTerm] = {}
-        isolated: list[Reward] = []
-        for reward in rewards:
-            term = make_term(reward)
-            if term.role == "length":
-                continue
-            self.rules[reward.kind] = TermRules(
-                timeout_s=float(term.timeout_s if reward.timeout is None else reward.timeout),
-                repeatable=bool(term.repeatable),
-                limits_blame_answer=bool(term.limits_blame_answer),
-            )
-            if term.isolated:
-                isolated.append(reward)
-            else:
-                self._threaded[reward.kind] = term
-        self._pool = GraderPool(self.rules, isolated, processes=many)
-        self._threads = ThreadPoolExecutor(many, thread_name_prefix="grader")
-
-    def score(self, answers: Sequence[Answer]) -> list[Result]:
-        """Grade answers in the order given; several threads may call it at once.
-
-        Raises:
-            UserError: no grader process starts, or a sandbox that a term needs does not work.
-            GradersClosed: before all were graded.
-        """
-        results: dict[int, Result] = {}
-        pooled: list[int] = []
-        calls: dict[int, Future[Result]] = {}
-        for index, answer in enumerate(answers):
-            kind = answer.problem.task_type
-            if kind not in self.rules:
-                results[index] = fault(answer.problem, f"no reward of kind {kind!r}")
-            elif len(answer.text) > MAX_ANSWER_CHARS:
-                reason = f"an answer of {len(answer.text)} characters, over {MAX_ANSWER_CHARS}"
-                results[index] = Score(0.0, reason)
-            elif kind in self._threaded:
-                try:
-                    calls[index] = self._threads.submit(self._in_thread, answer)
-                except RuntimeError as error:  # they are shut down
-                    raise GradersClosed("the graders are closed") from error
-            else:
-                pooled.append(index)
-        scored = self._pool.score([answers[index] for index in pooled])
-        results.update(zip(pooled, scored, strict=True))
-        for index, call in calls.items():
-            try:
-                results[index] = call.result()
-            except CancelledError as error:
-                raise GradersClosed("the graders were closed") from error
-        return [results[index] for index in range(len(answers))]
-
-    def close(self) -> None:
-        """End the grader processes."""
-        self._pool.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _in_thread(self, answer: Answer) -> Result:
-        """Grade in a thread of its own, which is abandoned if it hangs."""
-        kind = answer.problem.task_type
-        seconds = self.rules[kind].timeout_s + _GRACE_S
-        graded: Future[Result] = Future()
-
-        def grade() -> None:
-            reply = reply_of(self._threaded[kind], answer.problem, answer.text)
-            graded.set_result(result_of(answer, reply, self.rules[kind]))
-
-        threading.Thread(target=grade, daemon=True).start()
-        try:
-            return graded.result(seconds)
-        except NotYet:
-            return fault(answer.problem, f"the grader hangs: {seconds:.0f} s")
+def _message(answer: Answer) -> str | GraderFault:
+    """Return an answer as JSON for a grader process, or why there is none."""
+    problem = answer.problem
+    message = {"kind": problem.task_type, "answer": answer.text, **vars(problem)}
+    try:
+        text = json.dumps(message | {"verification": dict(problem.verification)})
+    except (TypeError, ValueError, RecursionError) as error:
+        return fault(problem, f"its verification is no JSON: {error}")
+    if len(text) > MAX_ITEM_BYTES:
+        return fault(problem, f"{len(text)} bytes to grade are over the limit")
+    return text

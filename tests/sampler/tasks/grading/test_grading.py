@@ -165,7 +165,7 @@ def test_closing_gives_an_answer_in_work_no_grade_and_no_fault(make):
 
     thread = threading.Thread(target=call)
     thread.start()
-    eventually(lambda: graders._pool._alive, "a grader process")
+    eventually(lambda: graders._alive, "a grader process")
     # when the graders are closed, then it is told so, and claims nothing of anybody
     graders.close()
     thread.join()
@@ -252,7 +252,7 @@ def bare(monkeypatch):
     """No mechanism of the sandbox works."""
     monkeypatch.setattr(sampler.sandbox, "probe", lambda: NOWHERE)
     monkeypatch.setattr(sys.modules["sampler.sandbox.probe"], "probe", lambda: NOWHERE)
-    launch._warn.cache_clear()
+    monkeypatch.setattr(launch, "_warned", set())
 
 
 def spec_of(trust: str, **fields: Any) -> RunSpec:
@@ -302,7 +302,7 @@ def test_mathematics_is_graded_without_a_sandbox_and_says_so_once_with_the_remed
     # when they are graded where no sandbox works
     with caplog.at_level("WARNING"), closing(Graders([reward("math")], processes=2)) as graders:
         assert graders.score([right] * 40) == [Score(1.0)] * 40
-        started = len(graders._pool._alive)
+        started = len(graders._alive)
     # then one line says so, whatever the number of processes, and what to do
     assert started == 2
     (warning,) = [r.getMessage() for r in caplog.records if r.name == launch.__name__]
