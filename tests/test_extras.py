@@ -21,7 +21,7 @@ PROCESSES = {
     "learner": (*VALIDATOR, "learner_jax.train", "learner_jax.prefill", "bridge.publisher"),
     "validator-torch": (
         *VALIDATOR,
-        "sampler.prefill.engine",
+        "sampler.prefill",
         *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")),
     ),
 }

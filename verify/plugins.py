@@ -8,7 +8,7 @@
 
     [project.entry-points."runspec.prefill"]
     jax = "learner_jax.prefill:JaxPrefill"
-    torch = "sampler.prefill.engine:TorchPrefill"
+    torch = "sampler.prefill:TorchPrefill"
 
     [project.entry-points."runspec.warm_start"]
     default = "sampler.tasks.traces:build_warm_start_data"
