@@ -29,13 +29,6 @@ from sampler.engine.arguments import (
     prepare_environment,
     register_model_class,
 )
-from sampler.engine.checks import (
-    PROBE_FILE,
-    merge,
-    read_probe,
-    require_same_bytes,
-    require_same_logprobs,
-)
 from sampler.engine.engine_client import EngineClient, Submission
 from sampler.engine.engine_process import (
     EngineDied,
@@ -47,11 +40,16 @@ from sampler.engine.engine_process import (
 )
 from sampler.engine.processes import FORKED, SPAWNED, serve
 from sampler.engine.requests import (
+    PROBE_FILE,
     GenerationAborted,
     LoadReport,
     NoVersion,
     Sampled,
     SampleRequest,
+    merge,
+    read_probe,
+    require_same_bytes,
+    require_same_logprobs,
 )
 from verify.thresholds import precision_of
 

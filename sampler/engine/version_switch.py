@@ -26,7 +26,7 @@ from typing import Any
 
 from runspec.core.errors import one_line
 from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode
-from sampler.engine.checks import merge, require_same_bytes
+from sampler.engine.requests import merge, require_same_bytes
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -1,7 +1,7 @@
 """Code that vLLM runs in its processes: sampling, executors, and methods mixed into its workers.
 
 Sampling is Gumbel-max through vLLM's public interface for logits processors. The arithmetic is in
-`gumbel_sampling`: the token that wins is a public function of the logits and the request's key.
+`sampling`: the token that wins is a public function of the logits and the request's key.
 Requests run at vLLM's temperature 0, without its own top-k and top-p, so that its greedy argmax
 picks the token, and carry slot, key, T, top-p and top-k in `extra_args`. Log-probs are taken here
 because vLLM's own are at T = 1, or after the noise, as its mode says.
@@ -37,11 +37,10 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from sampler.engine.gumbel_sampling import GumbelSampler, Rules
 from sampler.engine.loaded_weights import compare_weights, patch_weights
 from sampler.engine.processes import SPAWNED, record_exit_reason
-from sampler.engine.recorder import TokenRecorder, on_device
 from sampler.engine.requests import LoadReport, Recorded
+from sampler.engine.sampling import GumbelSampler, Rules, TokenRecorder, on_device
 
 _EVERYTHING = int(np.iinfo(np.int32).max)
 

@@ -17,10 +17,9 @@ from safetensors.torch import load_file, save_file
 from bridge.delta import changed_elements
 from bridge.safetensors_io import read_headers, read_tensor
 from runspec.core.errors import UserError
-from sampler.engine.checks import probe_difference, read_probe
 from sampler.engine.engine import Engine
 from sampler.engine.loaded_weights import as_torch
-from sampler.engine.requests import Sampled, SampleRequest
+from sampler.engine.requests import Sampled, SampleRequest, probe_difference, read_probe
 from tests.sampler.engine.models import (
     END_TOKEN,
     FAMILIES,
