@@ -15,10 +15,16 @@ from pathlib import Path
 from typing import IO
 
 from sampler.sandbox import filter as seccomp
-from sampler.sandbox.inside import messages
+from sampler.sandbox.inside.kernel import READ_ALL, capabilities, landlock_abi
 from sampler.sandbox.inside.launcher import remove_scratch
-from sampler.sandbox.inside.limits import READ_ALL, capabilities, landlock_abi
-from sampler.sandbox.inside.messages import LANDLOCK, NAMESPACES, SECCOMP, Order
+from sampler.sandbox.inside.order import (
+    LANDLOCK,
+    NAMESPACES,
+    SECCOMP,
+    Order,
+    encode_order,
+    read_answer,
+)
 from sampler.sandbox.limits import Finished, Limits, judge
 
 PYTHON = [sys.executable, "-I"]
@@ -145,7 +151,7 @@ class Isolated:
         self._control.setblocking(False)
         message: dict[str, str] = {}
         with contextlib.suppress(OSError):
-            message = messages.read_answer(self._control, socket.socket.recv)
+            message = read_answer(self._control, socket.socket.recv)
         streams = [self.stdin, self.stdout]
         self._reader.join(END_S)  # the stream ends when all its writers have ended
         if not self._reader.is_alive() and self._supervisor.stderr:
@@ -166,7 +172,7 @@ class Isolated:
         """
         self._control.settimeout(START_S)
         try:
-            message = messages.read_answer(self._control, socket.socket.recv)
+            message = read_answer(self._control, socket.socket.recv)
         except TimeoutError:
             message = {"failed": f"the launcher said nothing for {START_S:g} s"}
         except ConnectionResetError:
@@ -234,7 +240,7 @@ def launch(
         # A launcher that ended too early wrote its reason to stderr.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             ours.settimeout(START_S)
-            ours.sendall(messages.encode_order(order))
+            ours.sendall(encode_order(order))
         process._await_start()
     except BaseException:
         process.kill()

@@ -16,9 +16,18 @@ import os
 import resource
 import time
 
-from . import kernel, limits, messages
-from .messages import LANDLOCK, NAMESPACES, SECCOMP, Order
-from .watchdog import Watchdog, descendants
+from . import kernel
+from .order import (
+    LANDLOCK,
+    NAMESPACES,
+    SECCOMP,
+    Order,
+    Watchdog,
+    answer,
+    descendants,
+    read_answer,
+    read_order,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # without the import of `typing`
@@ -42,7 +51,7 @@ def run_init(order: Order, user: int, tasks: int, ready: int, failures: int, rep
             os._exit(1)
         os.close(ready)
         os.umask(0o022)
-        limits.die_first()
+        kernel.die_first()
         place = order.scratch
         contained = NAMESPACES in order.mechanisms
         if contained:
@@ -84,13 +93,13 @@ def _become(order: Order, place: bytes, user: int, tasks: int, failures: int) ->
         kernel.forget_keys()
         os.chdir(place)
         cpu = int(order.cpu_s) + 1 if order.cpu_s else 0
-        limits.apply(order.memory, order.file_bytes, cpu, tasks)
-        limits.give_up_rights(
+        kernel.set_limits(order.memory, order.file_bytes, cpu, tasks)
+        kernel.give_up_rights(
             os.geteuid() if contained else user, read_all=order.read_all and not contained
         )
         _end_with_parent(kernel.SIGKILL)
         if LANDLOCK in order.mechanisms:
-            limits.restrict_files(order.readable, [place], kernel.DEVICES)
+            kernel.restrict_files(order.readable, [place], kernel.DEVICES)
         if SECCOMP in order.mechanisms:
             kernel.install_filter(order.filter)
         environment = dict(order.environment)
@@ -125,7 +134,7 @@ def _wait(program: int, report: int, directory: bytes) -> None:
             os._exit(0)
 
         signal.signal(signal.SIGTERM, end)
-    messages.answer(report, program=program)
+    answer(report, program=program)
     status, ended = 0, 0
     while ended != program:
         ended, status = os.wait()
@@ -134,7 +143,7 @@ def _wait(program: int, report: int, directory: bytes) -> None:
         remove_scratch(directory)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = usage.ru_utime + usage.ru_stime
-    messages.answer(report, status=status, cpu_s=cpu_s, peak=usage.ru_maxrss << 10)
+    answer(report, status=status, cpu_s=cpu_s, peak=usage.ru_maxrss << 10)
     os._exit(0)
 
 
@@ -213,7 +222,7 @@ _END_S = 10.0
 def main(control: int) -> None:
     """Run the order that comes over the descriptor `control`; return once nothing is left."""
     os.set_inheritable(control, False)
-    order = messages.read_order(control)
+    order = read_order(control)
     if order is None:
         return
     started = time.monotonic()
@@ -222,11 +231,11 @@ def main(control: int) -> None:
     report, report_in = os.pipe()
     contained = NAMESPACES in order.mechanisms
     try:
-        user = limits.spare_user() if order.mechanisms else os.geteuid()
-        tasks = limits.tasks_allowed(order.processes, user, contained=contained)
+        user = kernel.spare_user() if order.mechanisms else os.geteuid()
+        tasks = kernel.tasks_allowed(order.processes, user, contained=contained)
         child = kernel.clone(kernel.FLAGS) if contained else os.fork()
     except OSError as error:
-        messages.answer(control, failed=str(error))
+        answer(control, failed=str(error))
         return
     if child == 0:
         for descriptor in (control, go, failures, report):
@@ -240,10 +249,10 @@ def main(control: int) -> None:
             problem = file.read().decode(errors="replace")
     if problem:
         _end(child, contained=contained)
-        messages.answer(control, failed=problem)
+        answer(control, failed=problem)
         return
-    first = messages.read_answer(report)  # the program's process id
-    messages.answer(control, started="yes")
+    first = read_answer(report)  # the program's process id
+    answer(control, started="yes")
     _supervise(order, control, child, report, int(first.get("program", 0)), started)
 
 
@@ -279,12 +288,12 @@ def _supervise(
         if report in events:
             break
         verdict = "killed" if control in events else watchdog.check()
-    ending = {} if verdict else messages.read_answer(report)
+    ending = {} if verdict else read_answer(report)
     _end(child, contained=NAMESPACES in order.mechanisms, program=program)
     wall = time.monotonic() - started
     try:
         seen = {"wall_s": wall, "seen": watchdog.peak, "cpu_seen": watchdog.cpu}
-        messages.answer(control, verdict=verdict, **seen, **ending)
+        answer(control, verdict=verdict, **seen, **ending)
     except OSError:
         return  # the parent has closed its end
 

@@ -21,7 +21,7 @@ from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
 from runspec.core.spec.schema import RunSpec
 from sampler.__main__ import main
-from sampler.sandbox.probe import Mechanism, Report
+from sampler.sandbox import Mechanism, Report
 from sampler.tasks.grading import launch
 from sampler.tasks.grading.answers import MAX_ANSWER_CHARS, Answer, TermRules
 from sampler.tasks.grading.command import read_lines
@@ -251,7 +251,6 @@ CALL = {"test_list": ["assert add(1, 2) == 3"]}
 def bare(monkeypatch):
     """No mechanism of the sandbox works."""
     monkeypatch.setattr(sampler.sandbox, "probe", lambda: NOWHERE)
-    monkeypatch.setattr(sys.modules["sampler.sandbox.probe"], "probe", lambda: NOWHERE)
     monkeypatch.setattr(launch, "_warned", set())
 
 
@@ -280,7 +279,7 @@ def test_an_untrusted_pool_cannot_do_without_the_sandbox():
 
 
 def test_where_the_sandbox_works_it_is_taken_whatever_the_spec_says():
-    working = sampler.sandbox.probe().working
+    working = sampler.sandbox().working
     assert launch.mechanisms(required=False, place="reward") == working != ()
 
 
