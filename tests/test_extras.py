@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TASKS = ("sampler.tasks.task_set", "sampler.tasks.grading.launch", "sampler.tasks.grading.launch")
+TASKS = ("sampler.tasks.task_set", "sampler.tasks.launch", "sampler.tasks.launch")
 VALIDATOR = ("verify.__main__", "verify.validator", "bridge.delta", *TASKS)
 PROCESSES = {
     "learner": (*VALIDATOR, "learner_jax.train", "learner_jax.prefill", "bridge.publisher"),

@@ -4,7 +4,7 @@
 
     [project.entry-points."runspec.tasks"]
     default = "sampler.tasks.task_set:build_task_set"
-    requirements = "sampler.tasks.grading.launch:require_graders"
+    requirements = "sampler.tasks.launch:require_graders"
 
     [project.entry-points."runspec.prefill"]
     jax = "learner_jax.prefill:JaxPrefill"

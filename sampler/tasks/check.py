@@ -1,7 +1,7 @@
 """`python -m sampler check`: reads a run's problems and tries its graders, before a role starts.
 
 It imports the plug-ins, so `runspec` runs it in a separate process. The rows it selects are cached
-for the roles (`sampler.tasks.sources.file_source`).
+for the roles (`sampler.tasks.file_source`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from runspec.core.process import run_role
 from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import Reward, RunSpec
 from runspec.core.spec.schema_fields import close_match
-from sampler.tasks.grading.answers import Answer
-from sampler.tasks.grading.graders import Graders
-from sampler.tasks.grading.launch import require_graders
+from sampler.tasks.answers import Answer
+from sampler.tasks.file_source import FileSource
+from sampler.tasks.graders import Graders
+from sampler.tasks.gym import origin_of
 from sampler.tasks.interfaces import Keep, ProblemSource, make_source, make_term
+from sampler.tasks.launch import require_graders
 from sampler.tasks.prompts import PromptCodec
-from sampler.tasks.rewards.code.formats import read_tests
+from sampler.tasks.rewards.code_tests import read_tests
 from sampler.tasks.rewards.math import truths_of
-from sampler.tasks.sources.file_source import FileSource
-from sampler.tasks.sources.gym import origin_of
 from sampler.tasks.task_set import problem_filter
 from verify.plugins import GraderFault, Problem, load_warm_start_data
 

@@ -16,9 +16,8 @@ from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
 from runspec.core.spec.schema import Evaluation, RunSpec
 from runspec.core.spec.source_files import data_digest, redirected
-from sampler.tasks.grading.answers import Answer, Result
-from sampler.tasks.grading.graders import Graders
-from sampler.tasks.grading.launch import require_graders
+from sampler.tasks.answers import Answer, Result
+from sampler.tasks.graders import Graders
 from sampler.tasks.interfaces import (
     Keep,
     Part,
@@ -27,6 +26,7 @@ from sampler.tasks.interfaces import (
     make_source,
     make_term,
 )
+from sampler.tasks.launch import require_graders
 from sampler.tasks.prompts import PromptCodec
 from verify.plugins import Graded, GradeItem, GraderFault, Problem, Split
 

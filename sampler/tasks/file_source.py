@@ -39,7 +39,7 @@ from runspec.core.rows import (
 from runspec.core.spec.schema import Source
 from runspec.core.spec.source_files import file_digest, row_files, source_files
 from sampler.tasks.interfaces import Keep, Part
-from sampler.tasks.sources.rows import Gsm8kRows, LiveCodeBenchRows, ProblemRows, RowReader
+from sampler.tasks.rows import Gsm8kRows, LiveCodeBenchRows, ProblemRows, RowReader
 from verify.plugins import Problem
 
 _log = logging.getLogger(__name__)

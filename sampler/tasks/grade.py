@@ -17,8 +17,8 @@ from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
 from runspec.core.spec.plugins import REWARD_GROUP
 from runspec.core.spec.schema import Reward
-from sampler.tasks.grading.answers import Answer, Result
-from sampler.tasks.grading.graders import Graders
+from sampler.tasks.answers import Answer, Result
+from sampler.tasks.graders import Graders
 from sampler.tasks.interfaces import completed, find_kind
 from sampler.tasks.prompts import Thinking, answer_in
 from verify.plugins import GraderFault, Problem

@@ -2,7 +2,7 @@
 
 The program never sees the tests and returns only values. The comparison is made outside its
 sandbox. Functions of a program, and tests that are code, run in processes that answer messages
-(`inside`), each in a sandbox of its own.
+(`code_inside`), each in a sandbox of its own.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 
 from runspec.core.spec.schema import Reward
 from sampler.sandbox import PYTHON, Limits, run, start
-from sampler.tasks.grading.launch import Channel, ChannelClosed, NoMessage, Overdue, mechanisms
 from sampler.tasks.interfaces import Score, TaskTerm
-from sampler.tasks.rewards.code import formats
-from sampler.tasks.rewards.code.inside import NotPlain, decode, encode
+from sampler.tasks.launch import Channel, ChannelClosed, NoMessage, Overdue, mechanisms
+from sampler.tasks.rewards import code_tests
+from sampler.tasks.rewards.code_inside import NotPlain, decode, encode
 from verify.plugins import Problem
 
 _MAX_NUMBER_CHARS = 400
@@ -76,10 +76,10 @@ class CodeReward(TaskTerm):
         Raises:
             ValueError: verification_info cannot be read, or its tests cannot be run.
         """
-        tests = formats.read_tests(problem.verification)
+        tests = code_tests.read_tests(problem.verification)
         limits = replace(LIMITS, cpu_s=self._timeout_s)
         judge = Judge(self._mechanisms, limits, time.monotonic() + self._timeout_s)
-        reason = judge.judge(formats.program_of(answer), tests)
+        reason = judge.judge(code_tests.program_of(answer), tests)
         return Score(0.0 if reason else 1.0, reason)
 
 
@@ -94,7 +94,7 @@ class Judge:
     deadline: float
     """Deadline of the whole judgement (`time.monotonic`)."""
 
-    def judge(self, program: str, tests: formats.Tests) -> str:
+    def judge(self, program: str, tests: code_tests.Tests) -> str:
         """Run a program against all its tests, up to the first that fails.
 
         Args:
@@ -121,9 +121,9 @@ class Judge:
             return str(failure)
         return ""
 
-    def _run_stdio(self, program: str, tests: list[formats.StdioTest], tolerance: float) -> None:
+    def _run_stdio(self, program: str, tests: list[code_tests.StdioTest], tolerance: float) -> None:
         source = program.encode(errors="replace")
-        files = {"main.py": formats.started_by(program).encode(), "program.py": source}
+        files = {"main.py": code_tests.started_by(program).encode(), "program.py": source}
         for number, test in enumerate(tests, start=1):
             place = f"test {number} of {len(tests)}"
             left = self.deadline - time.monotonic()
@@ -142,8 +142,12 @@ class Judge:
             if not same_output(printed, test.expected, tolerance):
                 raise ProgramFailed(f"{place}: printed {_short(printed)}")
 
-    def _run_calls(self, program: str, tests: list[formats.CallTest], tolerance: float) -> None:
-        setup = {"candidates": [program], "entry_point": None, "names": formats.with_names(program)}
+    def _run_calls(self, program: str, tests: list[code_tests.CallTest], tolerance: float) -> None:
+        setup = {
+            "candidates": [program],
+            "entry_point": None,
+            "names": code_tests.with_names(program),
+        }
         with Session(self, "program", setup) as called:
             called.load()
             for number, test in enumerate(tests, start=1):
@@ -158,8 +162,8 @@ class Judge:
                 if not right:
                     raise ProgramFailed(f"{place}: returned another value")
 
-    def _run_check(self, program: str, tests: formats.CheckTests) -> None:
-        candidates = formats.completions(tests.prompt, program) if tests.prompt else [program]
+    def _run_check(self, program: str, tests: code_tests.CheckTests) -> None:
+        candidates = code_tests.completions(tests.prompt, program) if tests.prompt else [program]
         model = {"candidates": candidates, "entry_point": tests.entry_point, "names": ""}
         longer = replace(self, deadline=self.deadline + TESTS_S)
         with (
@@ -193,7 +197,7 @@ class Session:
 
     def __init__(self, judge: Judge, side: str, setup: dict[str, Any]) -> None:
         self._deadline, self._calls = judge.deadline, 0
-        self._setup = {"side": side, "recursion": formats.RECURSION, **setup}
+        self._setup = {"side": side, "recursion": code_tests.RECURSION, **setup}
         limits = replace(judge.limits, wall_s=max(0.01, judge.deadline - time.monotonic()))
         command = [*PYTHON, "-S", "-c", _source()]
         self._process = start(command, limits=limits, mechanisms=judge.mechanisms)
@@ -282,7 +286,7 @@ class Session:
 @lru_cache
 def _source() -> str:
     """Return the text that runs in the sandbox."""
-    return Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
+    return Path(__file__).with_name("code_inside.py").read_text(encoding="utf-8")
 
 
 def _answer_calls(

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from runspec.core.spec.schema import Reward
-from sampler.tasks.grading.answers import (
+from sampler.tasks.answers import (
     MAX_ANSWER_CHARS,
     MAX_GRADERS,
     Answer,
@@ -27,8 +27,8 @@ from sampler.tasks.grading.answers import (
     reply_of,
     result_of,
 )
-from sampler.tasks.grading.launch import GraderLost, GraderProcess
 from sampler.tasks.interfaces import Score, TaskTerm, make_term
+from sampler.tasks.launch import GraderLost, GraderProcess
 from verify.plugins import GraderFault
 
 ANSWERS_A_MESSAGE = 8
