@@ -23,12 +23,7 @@ import numpy as np
 from runspec.core.errors import UserError
 from runspec.core.models.parameters import MAX_SEQUENCES
 from runspec.core.spec.schema import SamplerPool
-from sampler.engine.arguments import (
-    engine_arguments,
-    kv_cache_error,
-    prepare_environment,
-    register_model_class,
-)
+from sampler.engine import arguments
 from sampler.engine.engine_client import EngineClient, Submission
 from sampler.engine.engine_process import (
     EngineDied,
@@ -82,7 +77,7 @@ class Engine:
                 place=f"samplers.{pool.name}.quantization",
                 remedy="leave it out, or sample on a GPU",
             )
-        prepare_environment()
+        arguments.prepare_environment()
         start = SPAWNED
         if pool.hardware.kind == "cpu":
             serve()
@@ -246,16 +241,16 @@ class Engine:
         return replace(report, load_s=seconds, pause_s=paused, patched=patched)
 
     async def _start(self, weights_dir: Path, version: int) -> None:
-        arguments = engine_arguments(self._pool, weights_dir, self._options)
+        chosen = arguments.engine_arguments(self._pool, weights_dir, self._options)
         try:
             with Start() as self._starting:
                 if self._closing:  # `close` was called before it could see this start
                     raise EngineDied("the engine was closed")
                 if self._pool.hardware.kind == "cpu":
-                    register_model_class(weights_dir)
-                core = EngineProcesses(arguments, self._fail)
+                    arguments.register_model_class(weights_dir)
+                core = EngineProcesses(chosen, self._fail)
         except StartFailed as error:
-            raise kv_cache_error(error.exit_reason, self._pool) or error from error
+            raise arguments.kv_cache_error(error.exit_reason, self._pool) or error from error
         finally:
             self._starting = None
         self._client = EngineClient(core, ended=self._count_ended, failed=self._fail)

@@ -279,11 +279,7 @@ def _order(
         filter=program,
         scratch=b"" if contained else os.fsencode(tempfile.mkdtemp(prefix="sandbox-")),
         read_all=read_all,
-        wall_s=limits.wall_s or 0.0,
-        cpu_s=limits.cpu_s or 0.0,
-        memory=limits.memory_bytes,
-        processes=limits.processes,
-        file_bytes=limits.file_bytes,
+        **vars(limits),
     )
 
 

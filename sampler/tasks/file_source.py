@@ -22,20 +22,11 @@ from zipfile import BadZipFile
 import numpy as np
 import pyarrow as pa
 
+from runspec.core import rows as readers
 from runspec.core.canonical import hash_parts
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.rows import (
-    GROUP_BITS,
-    Row,
-    arrow_batches,
-    bounded_rows,
-    json_object,
-    json_rows,
-    parquet_groups,
-    readable,
-    table_rows,
-)
+from runspec.core.rows import Row
 from runspec.core.spec.schema import Source
 from runspec.core.spec.source_files import file_digest, row_files, source_files
 from sampler.tasks.interfaces import Keep, Part
@@ -227,9 +218,9 @@ class RowFile:
         """
         with self._open() as stream:
             if self._form == "jsonl":
-                yield from json_rows(stream, self._name, MAX_ROW_BYTES)
+                yield from readers.json_rows(stream, self._name, MAX_ROW_BYTES)
             else:
-                yield from table_rows(self._groups(stream, 0), self._name, MAX_ROW_BYTES)
+                yield from readers.table_rows(self._groups(stream, 0), self._name, MAX_ROW_BYTES)
 
     def row(self, number: int, at: int) -> Row:
         """Return the row of this number and position; several threads may read at once."""
@@ -238,10 +229,12 @@ class RowFile:
                 stream.seek(at)
                 line = stream.readline(MAX_ROW_BYTES + 1)
             place = f"{self._name}:{number}"
-            return Row(number, place, json_object(line, place), at)
-        group, within = at >> GROUP_BITS, at % (1 << GROUP_BITS)
+            return Row(number, place, readers.json_object(line, place), at)
+        group, within = at >> readers.GROUP_BITS, at % (1 << readers.GROUP_BITS)
         data = self._group(group).slice(within, 1)
-        ((row,),) = bounded_rows(data, most=MAX_ROW_BYTES, place=self._name, first=number - 1)
+        ((row,),) = readers.bounded_rows(
+            data, most=MAX_ROW_BYTES, place=self._name, first=number - 1
+        )
         return Row(number, f"{self._name}, row {number}", row, at)
 
     @contextmanager
@@ -257,7 +250,7 @@ class RowFile:
             raise _changed(
                 self.path, f"cannot be read any more: {error.strerror or error}"
             ) from error
-        with stream, readable(self._name, _FORMS[self._form]):
+        with stream, readers.readable(self._name, _FORMS[self._form]):
             now = os.fstat(stream.fileno())
             if (now.st_size, now.st_mtime_ns) != self._known:
                 raise _changed(self.path, "changed while the run reads it")
@@ -267,8 +260,8 @@ class RowFile:
         self, stream: BinaryIO, start: int
     ) -> Iterator[tuple[int, pa.Table | pa.RecordBatch]]:
         if self._form == "parquet":
-            return parquet_groups(stream, self._columns, self._name, start=start)
-        return arrow_batches(self.path, self._columns, self._name, start=start)
+            return readers.parquet_groups(stream, self._columns, self._name, start=start)
+        return readers.arrow_batches(self.path, self._columns, self._name, start=start)
 
     def _group(self, number: int) -> pa.Table | pa.RecordBatch:
         """Return a row group or batch; those that were read last are cached."""

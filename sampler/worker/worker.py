@@ -23,17 +23,8 @@ from runspec.core.signed import SigningKey
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from sampler.engine.engine import Engine, EngineDied, same_death_is_final
 from sampler.engine.requests import GenerationAborted, NoVersion, Sampled
-from sampler.worker.rollouts import (
-    Ask,
-    Load,
-    Situation,
-    Submit,
-    Wait,
-    claim_rewards,
-    make_rollouts,
-    next_action,
-    plan_rollouts,
-)
+from sampler.worker import rollouts
+from sampler.worker.rollouts import Ask, Load, Submit, Wait
 from sampler.worker.stores import Background, Event, HeldLease, Made, Meter, Outbox, Versions
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
 from verify.formats.lease import lease_digest, open_lease
@@ -149,7 +140,7 @@ class Worker:
         event."""
         while not self._events.empty():
             self._events.get()()
-        now = Situation(
+        now = rollouts.Situation(
             leases=list(self._held.values()),
             loaded=self._engine.version,
             running=self._engine.running,
@@ -158,7 +149,7 @@ class Worker:
             in_flight=self._pool.in_flight_updates,
             newest=self._versions.newest,
         )
-        match next_action(now):
+        match rollouts.next_action(now):
             case Ask():
                 self._asking = True
                 self._asker.add(self._next_lease)
@@ -206,7 +197,7 @@ class Worker:
                 )
             self._versions.get(lease.version, lease.manifest_digest)
             size = self._spec.grpo.group_size
-            plan = plan_rollouts(lease, self._tasks, self._pool, group_size=size)
+            plan = rollouts.plan_rollouts(lease, self._tasks, self._pool, group_size=size)
             held = HeldLease(lease_digest(data), lease.version, "waiting", lease=lease, plan=plan)
             return partial(self._granted, held)
         except BaseException as error:  # noqa: BLE001 - raised again by the loop
@@ -340,11 +331,11 @@ class Worker:
 
     def _finish(self, held: HeldLease, sampled: list[Sampled]) -> None:
         lease, digest = held.lease, held.digest
-        claims = claim_rewards(held.plan, sampled, self._tasks)
+        claims = rollouts.claim_rewards(held.plan, sampled, self._tasks)
         proofs = build_proofs_of([result.selection for result in sampled])
         rows = zip(held.plan, sampled, claims, proofs, strict=True)
-        rollouts = make_rollouts(lease, digest, rows, self._tasks, self._pool)
-        table = encode_rollouts(self.finish(rollouts))
+        made_rows = rollouts.make_rollouts(lease, digest, rows, self._tasks, self._pool)
+        table = encode_rollouts(self.finish(made_rows))
         envelope = sign_submission(
             table, run=lease.run, step=lease.step, index=lease.index, lease=digest, key=self._key
         )

@@ -93,7 +93,7 @@ def _become(order: Order, place: bytes, user: int, tasks: int, failures: int) ->
         kernel.forget_keys()
         os.chdir(place)
         cpu = int(order.cpu_s) + 1 if order.cpu_s else 0
-        kernel.set_limits(order.memory, order.file_bytes, cpu, tasks)
+        kernel.set_limits(order.memory_bytes, order.file_bytes, cpu, tasks)
         kernel.give_up_rights(
             os.geteuid() if contained else user, read_all=order.read_all and not contained
         )

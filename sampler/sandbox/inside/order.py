@@ -37,8 +37,8 @@ class Order:
         filter: the seccomp program.
         scratch: the scratch directory outside of namespaces; empty inside.
         read_all: whether root keeps the right to read files of others (see `kernel`).
-        wall_s, cpu_s: seconds; 0 is no limit. CPU time of all its processes together.
-        memory: bytes, of each process and of all together.
+        wall_s, cpu_s: seconds; None is no limit. CPU time of all its processes together.
+        memory_bytes: of each process and of all together.
         processes: processes and threads at a time.
         file_bytes: of a file, and of the scratch directory.
     """
@@ -52,9 +52,9 @@ class Order:
     filter: bytes
     scratch: bytes
     read_all: bool
-    wall_s: float
-    cpu_s: float
-    memory: int
+    wall_s: float | None
+    cpu_s: float | None
+    memory_bytes: int
     processes: int
     file_bytes: int
 
@@ -163,7 +163,8 @@ class Watchdog:
         self.cpu = max(cpu, self.cpu)
         if self._order.cpu_s and cpu > self._order.cpu_s:
             return "cpu"
-        if memory > self._order.memory and self._proportional(pids) > self._order.memory:
+        most = self._order.memory_bytes
+        if memory > most and self._proportional(pids) > most:
             return "memory"
         if tasks > self._order.processes:
             return "processes"
