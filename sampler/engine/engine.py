@@ -29,9 +29,9 @@ from sampler.engine.engine_process import (
     EngineDied,
     EngineProcesses,
     Loop,
-    Start,
     StartFailed,
     same_death_is_final,
+    starting,
 )
 from sampler.engine.processes import FORKED, SPAWNED, serve
 from sampler.engine.requests import (
@@ -85,7 +85,7 @@ class Engine:
         self._pool, self._options, self._probe = pool, dict(options or {}), probe
         self._loop = Loop(f"engine of {pool.name}")
         self._client: EngineClient | None = None
-        self._starting: Start | None = None
+        self._starting: threading.Event | None = None
         self._closing = False
         self._loading = threading.Lock()
         self._counting = threading.Lock()
@@ -202,8 +202,8 @@ class Engine:
         if self._loop.closed:
             return
         self._closing = True
-        if (starting := self._starting) is not None:
-            starting.kill()
+        if (told := self._starting) is not None:
+            told.set()
         self._loop.run(self._stop(GenerationAborted()), CLOSE_S)
         if not self._loading.acquire(timeout=CLOSE_S):  # the above ends a load in another thread
             raise TimeoutError("the engine still loads")
@@ -243,7 +243,7 @@ class Engine:
     async def _start(self, weights_dir: Path, version: int) -> None:
         chosen = arguments.engine_arguments(self._pool, weights_dir, self._options)
         try:
-            with Start() as self._starting:
+            with starting() as self._starting:
                 if self._closing:  # `close` was called before it could see this start
                     raise EngineDied("the engine was closed")
                 if self._pool.hardware.kind == "cpu":

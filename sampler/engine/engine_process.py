@@ -105,37 +105,31 @@ def exit_code(process: BaseProcess) -> int | None:
     return code
 
 
-class Start:
-    """Context manager around vLLM's start: kills the started processes on a timeout or on request.
+@contextmanager
+def starting(seconds: float = START_S) -> Iterator[threading.Event]:
+    """Wrap vLLM's start: kill what it starts after some seconds, or once the event is set.
 
     vLLM blocks the event loop while it starts. If it hangs, killing the processes that it started
     makes it return.
     """
+    before = set(multiprocessing.active_children())
+    told, over = threading.Event(), threading.Event()
 
-    def __init__(self, seconds: float = START_S) -> None:
-        self._before = set(multiprocessing.active_children())
-        self._told, self._over = threading.Event(), threading.Event()
-        self._watchdog = threading.Thread(target=self._watch, args=(seconds,), daemon=True)
-
-    def kill(self) -> None:
-        """Kill what was started, and what is started from now on."""
-        self._told.set()
-
-    def _watch(self, seconds: float) -> None:
-        self._told.wait(seconds)
-        while not self._over.is_set():
-            for process in set(multiprocessing.active_children()) - self._before:
+    def watch() -> None:
+        told.wait(seconds)
+        while not over.is_set():
+            for process in set(multiprocessing.active_children()) - before:
                 process.kill()
-            self._over.wait(_KILL_EVERY_S)  # a process becomes a child a moment after its start
+            over.wait(_KILL_EVERY_S)  # a process becomes a child a moment after its start
 
-    def __enter__(self) -> Start:
-        self._watchdog.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._told.set()
-        self._watchdog.join()
+    watchdog = threading.Thread(target=watch, daemon=True)
+    watchdog.start()
+    try:
+        yield told
+    finally:
+        over.set()
+        told.set()
+        watchdog.join()
 
 
 class Loop:

@@ -72,8 +72,14 @@ class VersionSwitch:
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request once its body is here and no move is under way."""
         body = await read_body(receive)
-        if isinstance(body, tuple):
-            await _refuse(send, *body)
+        if isinstance(body, tuple):  # answered with OpenAI's error body
+            status, message = body
+            found = {"message": message, "type": "BadRequestError", "param": None, "code": status}
+            content = json.dumps({"error": found}).encode()
+            headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+            headers.append((b"content-length", str(len(content)).encode()))
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": content})
         if not isinstance(body, bytes):
             return
         left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -179,13 +185,3 @@ async def read_body(receive: Receive) -> bytes | tuple[int, str] | None:
                     return bytes(body)
     except TimeoutError:
         return 408, f"the body did not arrive within {BODY_S:g} s"
-
-
-async def _refuse(send: Send, status: int, message: str) -> None:
-    """Answer with OpenAI's error body."""
-    found = {"message": message, "type": "BadRequestError", "param": None}
-    content = json.dumps({"error": found | {"code": status}}).encode()
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    headers.append((b"content-length", str(len(content)).encode()))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})

@@ -107,8 +107,8 @@ def _selected(
     if kept is None:
         kept = _scan(source, files, reader, keep)
         # A zip of arrays, whose checksums show damage.
-        arrays = {"task_types": np.array(kept.task_types), "summary": np.array(kept.summary)}
-        np.savez(file := BytesIO(), rows=kept.rows, **arrays)
+        types, summary = np.array(kept.task_types), np.array(kept.summary)
+        np.savez(file := BytesIO(), rows=kept.rows, task_types=types, summary=summary)
         try:
             if path is not None:
                 write_atomic(path, file.getvalue())

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -103,9 +103,10 @@ def list_rewards(out: TextIO) -> int:
 
 def _grade(lines: Iterator[Line], out: TextIO, *, as_json: bool) -> int:
     errors = graded = 0
-    with closing(_Kinds()) as kinds:
+    known: dict[str, Graders] = {}  # of each kind in the file, made when it first occurs
+    with ExitStack() as stack:
         while portion := list(islice(lines, LINES_AT_ONCE)):
-            for line, result in zip(portion, kinds.score(portion), strict=True):
+            for line, result in zip(portion, _score(portion, known, stack), strict=True):
                 errors += isinstance(result, GraderFault)
                 graded += 1
                 print(_shown(line, result, as_json=as_json), file=out, flush=True)
@@ -114,43 +115,32 @@ def _grade(lines: Iterator[Line], out: TextIO, *, as_json: bool) -> int:
     return 1 if errors else 0
 
 
-class _Kinds:
-    """Graders of each kind in a file, made when the kind first occurs."""
-
-    def __init__(self) -> None:
-        self._graders: dict[str, Graders] = {}
-
-    def score(self, lines: list[Line]) -> list[Result]:
-        """Grade a portion of lines; an error of a line or its kind is its result."""
-        results: dict[int, Result] = {}
-        alike: dict[tuple[str, float | None], list[tuple[int, Answer]]] = {}
-        for line in lines:
-            if line.answer is None:
-                results[line.number] = GraderFault(line.error)
-            else:
-                key = (line.answer.problem.task_type, line.timeout_s)
-                alike.setdefault(key, []).append((line.number, line.answer))
-        for (kind, timeout), numbered in alike.items():
-            scored = self._score(kind, timeout, [answer for _, answer in numbered])
-            results.update(zip((number for number, _ in numbered), scored, strict=True))
-        return [results[line.number] for line in lines]
-
-    def close(self) -> None:
-        for graders in self._graders.values():
-            graders.close()
-
-    def _score(self, kind: str, timeout: float | None, answers: list[Answer]) -> list[Result]:
+def _score(lines: list[Line], known: dict[str, Graders], stack: ExitStack) -> list[Result]:
+    """Grade a portion of lines; an error of a line or its kind is its result."""
+    results: dict[int, Result] = {}
+    alike: dict[tuple[str, float | None], list[tuple[int, Answer]]] = {}
+    for line in lines:
+        if line.answer is None:
+            results[line.number] = GraderFault(line.error)
+        else:
+            key = (line.answer.problem.task_type, line.timeout_s)
+            alike.setdefault(key, []).append((line.number, line.answer))
+    for (kind, timeout), numbered in alike.items():
+        numbers, answers = zip(*numbered, strict=True)
         try:
             if find_kind(kind).role != "task":
                 raise UserError(f"task_type: kind {kind} grades lengths, not answers")
             if timeout is not None:
                 with closing(_graders(kind, timeout)) as own:
-                    return own.score(answers)
-            if kind not in self._graders:
-                self._graders[kind] = _graders(kind, None)
-            return self._graders[kind].score(answers)
+                    scored = own.score(answers)
+            else:
+                if kind not in known:
+                    known[kind] = stack.enter_context(closing(_graders(kind, None)))
+                scored = known[kind].score(answers)
         except UserError as error:
-            return [GraderFault(error.thing)] * len(answers)
+            scored = [GraderFault(error.thing)] * len(answers)
+        results.update(zip(numbers, scored, strict=True))
+    return [results[line.number] for line in lines]
 
 
 def _graders(kind: str, timeout: float | None) -> Graders:

@@ -243,7 +243,16 @@ def main(control: int) -> None:
         run_init(order, user, tasks, ready, failures_in, report_in)
     for descriptor in (ready, failures_in, report_in):
         os.close(descriptor)
-    problem = _let_go(order, child, user, go)
+    problem = ""
+    try:  # the child goes on once its ids are mapped
+        if contained:
+            kernel.map_ids(child, user, user if os.geteuid() == 0 else os.getegid())
+        elif order.scratch and user != os.geteuid():
+            os.chown(order.scratch, user, user)
+        os.write(go, b"1")
+    except OSError as error:
+        problem = f"ids of a user namespace: {error}"
+    os.close(go)
     if not problem:  # read until the program has started
         with open(failures, "rb") as file:
             problem = file.read().decode(errors="replace")
@@ -254,21 +263,6 @@ def main(control: int) -> None:
     first = read_answer(report)  # the program's process id
     answer(control, started="yes")
     _supervise(order, control, child, report, int(first.get("program", 0)), started)
-
-
-def _let_go(order: Order, child: int, user: int, go: int) -> str:
-    """Map the child's ids and let it continue; return what went wrong, or nothing."""
-    try:
-        if NAMESPACES in order.mechanisms:
-            kernel.map_ids(child, user, user if os.geteuid() == 0 else os.getegid())
-        elif order.scratch and user != os.geteuid():
-            os.chown(order.scratch, user, user)
-        os.write(go, b"1")
-    except OSError as error:
-        return f"ids of a user namespace: {error}"
-    finally:
-        os.close(go)
-    return ""
 
 
 def _supervise(

@@ -25,6 +25,7 @@ MAX_COLLISIONS = 64
 """Most keys of equal hash in a set or dictionary. An attacker can choose such numbers, and each is
 then compared with all the others."""
 _SMALL = 1 << 53
+_SEQUENCES: dict[str, Any] = {"t": tuple, "s": set, "z": frozenset}
 Send = Callable[[dict[str, Any]], None]
 """Writes a message to the judge."""
 
@@ -53,7 +54,7 @@ def encode(value: Any, depth: int = 0) -> Any:
     if isinstance(value, dict):
         pairs = dict.items(value)
         return {"d": [[encode(k, depth + 1), encode(v, depth + 1)] for k, v in pairs]}
-    for tag, kind in (("t", tuple), ("s", set), ("z", frozenset)):
+    for tag, kind in _SEQUENCES.items():
         if isinstance(value, kind):
             return {tag: [encode(item, depth + 1) for item in kind.__iter__(value)]}
     if isinstance(value, range):
