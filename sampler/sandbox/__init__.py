@@ -24,13 +24,14 @@ from runspec.core.errors import UserError
 from sampler.sandbox.filter import supported
 from sampler.sandbox.inside.kernel import ROOT_STAYS_ROOT, landlock_abi
 from sampler.sandbox.inside.order import LANDLOCK, NAMESPACES, SECCOMP
-from sampler.sandbox.limits import Finished, Limits
 from sampler.sandbox.process import (
     PORTION_BYTES,
     PYTHON,
     SET_A,
     SET_B,
+    Finished,
     Isolated,
+    Limits,
     NotIsolated,
     launch,
 )

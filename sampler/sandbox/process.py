@@ -1,18 +1,20 @@
-"""Starts an isolated program, with the files that it may read, and controls it until its end."""
+"""Starts an isolated program within limits, controls it, and says how it ended."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Literal
 
 from sampler.sandbox import filter as seccomp
 from sampler.sandbox.inside.kernel import READ_ALL, capabilities, landlock_abi
@@ -25,7 +27,6 @@ from sampler.sandbox.inside.order import (
     encode_order,
     read_answer,
 )
-from sampler.sandbox.limits import Finished, Limits, judge
 
 PYTHON = [sys.executable, "-I"]
 """How to start this interpreter in isolation; its arguments follow."""
@@ -49,11 +50,122 @@ _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LC_ALL": "C.UTF-8",
     # A pool of threads for each core would count against the limits.
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     "MALLOC_ARENA_MAX": "2",
 }
+
+
+Outcome = Literal[
+    "exit", "signal", "time", "cpu", "memory", "processes", "files", "output", "killed"
+]
+
+
+_IN_WORDS: dict[Outcome, str] = {
+    "time": "it took too long",
+    "cpu": "it took too much CPU time",
+    "memory": "it took too much memory",
+    "processes": "it started too many processes",
+    "files": "it wrote too much",
+    "output": "it printed too much",
+    "killed": "killed",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one isolated program.
+
+    Attributes:
+        wall_s: seconds from its start; None is no limit.
+        cpu_s: seconds of CPU of all its processes together; None is no limit.
+        memory_bytes: address space of each process, and memory of all together. The sum is checked
+            every 50 ms; between two checks the limit is `processes * memory_bytes`.
+        processes: processes and threads at a time.
+        file_bytes: of a file, and of everything in the scratch directory.
+        output_bytes: of stdout and of stderr each, where `run` reads them.
+    """
+
+    wall_s: float | None = 10.0
+    cpu_s: float | None = 10.0
+    memory_bytes: int = 512 << 20
+    processes: int = 32
+    file_bytes: int = 16 << 20
+    output_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How an isolated program ended.
+
+    Attributes:
+        outcome: `exit` by itself, `signal` (a crash), or the limit that it hit: `time`, `cpu`,
+            `memory`, `processes`, `files`, `output`; `killed` by its parent. If the program itself
+            noticed the limit and ended (MemoryError, no further process), the last line of stderr
+            shows which one. A program can fake that line, but it has failed either way.
+        code: exit status with `exit`; minus the signal's number with `signal`; else -9.
+        stdout: its standard output, cut at the limit; empty after `start`.
+        stderr: the last 64 KiB of it.
+        wall_s, cpu_s: seconds; CPU time of all its processes, those that were killed up to the
+            last check.
+        peak_bytes: largest memory seen, of one process or of all.
+    """
+
+    outcome: Outcome
+    code: int
+    stdout: bytes = b""
+    stderr: bytes = b""
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_bytes: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended by itself with status 0."""
+        return self.outcome == "exit" and self.code == 0
+
+    def describe(self) -> str:
+        """Return one line: the limit that was hit, the signal, or the exit code with the last line
+        of stderr."""
+        if self.outcome == "exit":
+            last = self.stderr.decode(errors="replace").strip().splitlines()[-1:]
+            return " ".join([f"exit code {self.code}", *(line[:200] for line in last)])
+        if self.outcome != "signal":
+            return _IN_WORDS[self.outcome]
+        known = -self.code in set(signal.Signals)
+        return f"killed by {signal.Signals(-self.code).name if known else f'signal {-self.code}'}"
+
+
+_LAST_WORDS: dict[Outcome, tuple[bytes, ...]] = {
+    "memory": (b"MemoryError", b"terminate called after throwing an instance of 'std::bad_alloc"),
+    "processes": (b"BlockingIOError: [Errno 11]", b"RuntimeError: can't start new thread"),
+    "files": (b"OSError: [Errno 27]", b"OSError: [Errno 28]"),
+}
+
+
+def judge(message: Mapping[str, str], stderr: bytes, limits: Limits) -> Finished:
+    """Return how the program ended, from the launcher's last message: `verdict`, `wall_s`, `seen`,
+    `cpu_seen`, and, if the program ended by itself, `status`, `cpu_s`, `peak`."""
+    code = os.waitstatus_to_exitcode(int(message.get("status", signal.SIGKILL)))
+    verdict: Any = message.get("verdict", "killed")
+    if not verdict and "status" not in message:
+        verdict = "killed"  # the init process itself was killed from outside
+    cpu_s = max(float(message.get(name, 0.0)) for name in ("cpu_s", "cpu_seen"))
+    outcome: Outcome = verdict or ("signal" if code < 0 else "exit")
+    if not verdict:
+        last = stderr.rstrip().rpartition(b"\n")[2]
+        for limit, words in _LAST_WORDS.items():
+            if code != 0 and last.startswith(words):
+                outcome = limit
+        if code == -signal.SIGXCPU or (code == -9 and limits.cpu_s and cpu_s > limits.cpu_s):
+            outcome = "cpu"
+    return Finished(
+        outcome,
+        -9 if verdict else code,
+        stderr=stderr,
+        wall_s=float(message.get("wall_s", 0.0)),
+        cpu_s=cpu_s,
+        peak_bytes=max(int(message.get(name, 0)) for name in ("peak", "seen")),
+    )
 
 
 class NotIsolated(RuntimeError):
@@ -69,18 +181,20 @@ class Isolated:
     """
 
     def __init__(
-        self, supervisor: subprocess.Popen[bytes], control: socket.socket, limits: Limits
+        self,
+        supervisor: subprocess.Popen[bytes],
+        control: socket.socket,
+        limits: Limits,
+        scratch: bytes,
     ) -> None:
         assert supervisor.stdin and supervisor.stdout and supervisor.stderr
         self.pid = supervisor.pid
         self.stdin: IO[bytes] = supervisor.stdin
         self.stdout: IO[bytes] = supervisor.stdout
         self.limits = limits
-        self._supervisor = supervisor
-        self._control = control
+        self._supervisor, self._control, self._scratch = supervisor, control, scratch
         self._lock = threading.Lock()
         self._finished: Finished | None = None
-        self._scratch = b""
         self.stderr = b""
         """The last 64 KiB that the program wrote to stderr so far."""
         self._written, self._most = 0, float("inf")
@@ -215,7 +329,32 @@ def launch(
     Raises:
         NotIsolated: a mechanism fails, or the program or a path is missing.
     """
-    order = _order(command, limits, files or {}, readable, tuple(mechanisms))
+    contained = NAMESPACES in mechanisms
+    if mechanisms and not contained and not set(SET_B) <= set(mechanisms):
+        raise ValueError(f"{tuple(mechanisms)} isolate nothing: {SET_A} or {SET_B} is needed")
+    try:
+        real, links = resolve_paths([*_interpreter(), Path(command[0]), *readable])
+    except FileNotFoundError as error:
+        raise NotIsolated(str(error)) from None
+    for name in files or ():
+        if name.startswith("/") or ".." in name.split("/") or "\0" in name or not name:
+            raise ValueError(f"{name!r} is no path below the scratch directory")
+    program = b""
+    if SECCOMP in mechanisms:
+        program = seccomp.build(contained=contained, signals_scoped=landlock_abi() >= 6)
+    read_all = not contained and bool(capabilities() & READ_ALL) and not open_to_all(real)
+    order = Order(
+        command=[os.fsencode(word) for word in command],
+        environment={k.encode(): v.encode() for k, v in _ENVIRONMENT.items()},
+        files=[(os.fsencode(name), content) for name, content in (files or {}).items()],
+        readable=real,
+        links=links,
+        mechanisms=list(mechanisms),
+        filter=program,
+        scratch=b"" if contained else os.fsencode(tempfile.mkdtemp(prefix="sandbox-")),
+        read_all=read_all,
+        **vars(limits),
+    )
     ours, theirs = socket.socketpair()
     try:
         with theirs:
@@ -234,8 +373,7 @@ def launch(
         if order.scratch:
             remove_scratch(order.scratch)
         raise
-    process = Isolated(supervisor, ours, limits)
-    process._scratch = order.scratch
+    process = Isolated(supervisor, ours, limits, order.scratch)
     try:
         # A launcher that ended too early wrote its reason to stderr.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -246,41 +384,6 @@ def launch(
         process.kill()
         raise
     return process
-
-
-def _order(
-    command: Sequence[str],
-    limits: Limits,
-    files: Mapping[str, bytes],
-    readable: Sequence[Path],
-    mechanisms: tuple[str, ...],
-) -> Order:
-    contained = NAMESPACES in mechanisms
-    if mechanisms and not contained and not set(SET_B) <= set(mechanisms):
-        raise ValueError(f"{mechanisms} isolate nothing: {SET_A} or {SET_B} is needed")
-    try:
-        real, links = resolve_paths([*_interpreter(), Path(command[0]), *readable])
-    except FileNotFoundError as error:
-        raise NotIsolated(str(error)) from None
-    for name in files:
-        if name.startswith("/") or ".." in name.split("/") or "\0" in name or not name:
-            raise ValueError(f"{name!r} is no path below the scratch directory")
-    program = b""
-    if SECCOMP in mechanisms:
-        program = seccomp.build(contained=contained, signals_scoped=landlock_abi() >= 6)
-    read_all = not contained and bool(capabilities() & READ_ALL) and not open_to_all(real)
-    return Order(
-        command=[os.fsencode(word) for word in command],
-        environment={k.encode(): v.encode() for k, v in _ENVIRONMENT.items()},
-        files=[(os.fsencode(name), content) for name, content in files.items()],
-        readable=real,
-        links=links,
-        mechanisms=list(mechanisms),
-        filter=program,
-        scratch=b"" if contained else os.fsencode(tempfile.mkdtemp(prefix="sandbox-")),
-        read_all=read_all,
-        **vars(limits),
-    )
 
 
 @cache

@@ -22,8 +22,7 @@ from sampler.sandbox.__main__ import main
 from sampler.sandbox.inside import kernel, order
 from sampler.sandbox.inside.launcher import remove_scratch
 from sampler.sandbox.inside.order import Order
-from sampler.sandbox.limits import Finished, judge
-from sampler.sandbox.process import SET_B, resolve_paths
+from sampler.sandbox.process import SET_B, Finished, judge, resolve_paths
 from tests.processes import alive
 
 LIMITS = Limits(wall_s=600.0)
