@@ -217,22 +217,16 @@ class TokenRecorder:
             self._length[slot], self._furthest[slot] = 0, -1
             self._selected[slot] = {}
 
-    def _advance(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """Note the length of each sequence; one with a gap is short, which `take` reports."""
-        furthest = np.where(positions == 0, 0, np.maximum(self._furthest[slots], positions))
-        starts = positions // CHUNK_ROWS * CHUNK_ROWS
-        joined = (positions <= self._length[slots]) & (furthest < starts + RING)
-        self._length[slots] = np.where(
-            joined, positions + 1, np.minimum(self._length[slots], starts)
-        )
-        self._furthest[slots] = furthest
-
     def _write(self) -> None:
         """Write the rows of the last steps to their slots."""
         if not self._pending:
             return
-        for step in self._pending:
-            self._advance(step.slots, step.positions)
+        for at, row, _ in self._pending:  # a sequence with a gap is short, which `take` reports
+            furthest = np.where(row == 0, 0, np.maximum(self._furthest[at], row))
+            starts = row // CHUNK_ROWS * CHUNK_ROWS
+            joined = (row <= self._length[at]) & (furthest < starts + RING)
+            self._length[at] = np.where(joined, row + 1, np.minimum(self._length[at], starts))
+            self._furthest[at] = furthest
         steps, self._pending = self._pending, []
         filled, self._filled = self._filled, 0
         slots = np.concatenate([step.slots for step in steps])

@@ -235,14 +235,12 @@ class SamplerExtension:
 
     def forget(self, slots: Sequence[int]) -> None:
         """Drop the records of sequences that were aborted; their slots are free."""
-        recorder = self._processor().recorder
-        if recorder is not None:
+        if (recorder := self._processor().recorder) is not None:
             recorder.forget(slots)
 
     def set_version(self, version: int) -> None:
         """Set the policy version of the tokens that are sampled from now on."""
-        recorder = self._processor().recorder
-        if recorder is not None:
+        if (recorder := self._processor().recorder) is not None:
             recorder.version = version
 
     def repack_tied_head(self) -> None:
@@ -270,11 +268,8 @@ class SamplerExtension:
         return compare_weights(self.model_runner.get_model(), Path(weights_dir))
 
     def _processor(self) -> SeededSampler:
-        found = [
-            processor
-            for processor in self.model_runner.input_batch.logitsprocs.all
-            if isinstance(processor, SeededSampler)
-        ]
+        processors = self.model_runner.input_batch.logitsprocs.all
+        found = [each for each in processors if isinstance(each, SeededSampler)]
         if len(found) != 1:
             raise RuntimeError(f"{len(found)} seeded samplers in the engine instead of one")
         return found[0]

@@ -213,28 +213,28 @@ class Arrivals(VersionWatch):
         return taken
 
     def _take_in(self, latest: Latest) -> None:
-        if found := self._due(self.newest, latest.version):
-            self._bring(found, latest.version, latest.manifest_digest)
+        """Fetch the last of the versions that are due; the publisher's signature is on each."""
+        if due_now := self._due(self.newest, latest.version):
+            *others, version = due_now
+            expected = latest.manifest_digest if version == latest.version else None
+            try:
+                path = self._client.fetch(
+                    version, manifest_digest=expected, deadline_s=self._fetch_s
+                )
+            except UserError as error:
+                text = "version %d is not evaluated, nobody serves it: %s"
+                self._log.warning(text, version, error)
+            else:
+                with self._changed:
+                    before, self._waiting = self._waiting, Arrived(version, path)
+                    self._changed.notify_all()
+                    self._client.prune({version, self._taken})
+                text = (
+                    "version %d is not evaluated: the evaluator was busy until version %d was there"
+                )
+                for skipped in [*([before.version] if before else []), *others]:
+                    self._log.warning(text, skipped, version)
         self.newest = latest.version  # not before: it may be the run's last
-
-    def _bring(self, versions: Sequence[int], newest: int, digest: str) -> None:
-        """Fetch the last of some due versions; the publisher's signature is on each."""
-        *others, version = versions
-        expected = digest if version == newest else None
-        try:
-            path = self._client.fetch(version, manifest_digest=expected, deadline_s=self._fetch_s)
-        except UserError as error:
-            self._log.warning("version %d is not evaluated, nobody serves it: %s", version, error)
-            return
-        with self._changed:
-            before, self._waiting = self._waiting, Arrived(version, path)
-            self._changed.notify_all()
-            self._client.prune({version, self._taken})
-        for skipped in [*([before.version] if before else []), *others]:
-            self._log.warning(
-                "version %d is not evaluated: the evaluator was busy until version %d was there",
-                *(skipped, version),
-            )
 
 
 Done = Collection[tuple[str, int]]

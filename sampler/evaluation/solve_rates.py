@@ -72,17 +72,12 @@ class Progress:
         Raises:
             UserError: they cannot be written.
         """
-        for one in tries:
-            self.done[one.index] = one
-            self.write(json.dumps(asdict(one)).encode())
         with _said(self._path):
+            for one in tries:
+                self.done[one.index] = one
+                self._file.write(json.dumps(asdict(one)).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
-
-    def write(self, line: bytes) -> None:
-        """Write a line."""
-        with _said(self._path):
-            self._file.write(line + b"\n")
 
 
 @contextmanager
@@ -118,10 +113,9 @@ def open_progress(path: Path, about: Mapping[str, object]) -> Iterator[Progress]
     with file:
         file.truncate(whole)
         file.seek(whole)
-        progress = Progress(path, file, {one.index: one for one in found})
         if not lines:
-            progress.write(head)
-        yield progress
+            file.write(head + b"\n")
+        yield Progress(path, file, {one.index: one for one in found})
 
 
 @contextmanager

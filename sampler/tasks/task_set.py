@@ -213,6 +213,7 @@ class RunTask:
     def _graded(
         self, item: GradeItem, problem: Problem, score: Score, answer: str | None
     ) -> Graded | GraderFault:
+        """Return the reward of an output with its length penalty."""
         penalty = 0.0
         if self._length_term is not None and item.target is not None:
             penalty = self._length_term.penalty(score.value, item.target, len(item.output_tokens))

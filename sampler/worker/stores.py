@@ -142,22 +142,19 @@ class Outbox:
         remove_leftovers(self._folder)
         for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
             try:
-                self.put(path.stem, self._read(path))
+                data = read_bounded(path, MAX_ENVELOPE_BYTES + self._max_bytes)
+                envelope, _, table = data.partition(b"\n")
+                said = open_submission(envelope)
+                if (said.run, said.worker, said.lease) != (self._run, self._worker, path.stem):
+                    raise BadSignature("submission: of another run, worker or lease")
+                if len(table) > self._max_bytes or digest_bytes(table) != said.digest:
+                    raise BadSignature("submission: the table is not the one that was signed")
+                self.put(path.stem, Made(envelope, table))
             except (OSError, UserError, BadSignature) as error:
                 self._log.warning("%s is no submission to send: %s", path, error)
                 self.settle(path.stem)
         with self._lock:
             return dict(self._made)
-
-    def _read(self, path: Path) -> Made:
-        data = read_bounded(path, MAX_ENVELOPE_BYTES + self._max_bytes)
-        envelope, _, table = data.partition(b"\n")
-        said = open_submission(envelope)
-        if (said.run, said.worker, said.lease) != (self._run, self._worker, path.stem):
-            raise BadSignature("submission: of another run, worker or lease")
-        if len(table) > self._max_bytes or digest_bytes(table) != said.digest:
-            raise BadSignature("submission: the table is not the one that was signed")
-        return Made(envelope, table)
 
 
 FIRST_S = 600.0

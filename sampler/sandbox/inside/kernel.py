@@ -185,16 +185,8 @@ def _tree(path: bytes, attributes: int) -> int:
 
 
 def _set_attributes(tree: int, attributes: int, flags: int) -> None:
-    request = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
-    call(
-        "read-only mounts",
-        NR_MOUNT_SETATTR,
-        tree,
-        b"",
-        _AT_EMPTY_PATH | flags,
-        ctypes.byref(request),
-        32,
-    )
+    request = ctypes.byref((ctypes.c_uint64 * 4)(attributes, 0, 0, 0))
+    call("read-only mounts", NR_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH | flags, request, 32)
 
 
 def _place(tree: int, at: bytes) -> None:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from functools import lru_cache
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, ClassVar
@@ -199,7 +198,9 @@ class Session:
         self._deadline, self._calls = judge.deadline, 0
         self._setup = {"side": side, "recursion": code_tests.RECURSION, **setup}
         limits = replace(judge.limits, wall_s=max(0.01, judge.deadline - time.monotonic()))
-        command = [*PYTHON, "-S", "-c", _source()]
+        # The text is passed, because no file of ours is readable in the sandbox.
+        source = Path(__file__).with_name("code_inside.py").read_text(encoding="utf-8")
+        command = [*PYTHON, "-S", "-c", source]
         self._process = start(command, limits=limits, mechanisms=judge.mechanisms)
         pipes = self._process.stdout.fileno(), self._process.stdin.fileno()
         self._channel = Channel(*pipes, max_bytes=MAX_REPLY_BYTES)
@@ -281,12 +282,6 @@ class Session:
             raise ProgramFailed(f"{self.exit_reason()} ({error})") from error
         except Overdue as error:
             raise ProgramFailed("the program took too long") from error
-
-
-@lru_cache
-def _source() -> str:
-    """Return the text that runs in the sandbox."""
-    return Path(__file__).with_name("code_inside.py").read_text(encoding="utf-8")
 
 
 def _answer_calls(

@@ -92,8 +92,12 @@ def read_tests(info: Mapping[str, Any]) -> Tests:
         stdio, calls = _test_cases(_json(info["test_cases"], "test_cases"))
     elif "inputs" in info or "outputs" in info:
         stdio, calls = _inputs_outputs(info)
-    elif "test" in info:
-        return Tests([], [], _human_eval(info))
+    elif "test" in info:  # HumanEval
+        name = _text(info.get("entry_point"), "entry_point")
+        if not name.isidentifier():
+            raise Malformed("entry_point", f"{name!r:.80} is no name")
+        prompt = _text(info.get("prompt", ""), "prompt")
+        return Tests([], [], CheckTests(prompt, name, [("test", _text(info["test"], "test"))], []))
     elif "test_list" in info:
         return Tests([], [], _mbpp(info))
     else:
@@ -129,14 +133,6 @@ def _inputs_outputs(info: Mapping[str, Any]) -> tuple[list[StdioTest], list[Call
     if name := info.get("fn_name"):
         return [], [_call(name, *row) for row in rows]
     return [_stdio(*row) for row in rows], []
-
-
-def _human_eval(info: Mapping[str, Any]) -> CheckTests:
-    name = _text(info.get("entry_point"), "entry_point")
-    if not name.isidentifier():
-        raise Malformed("entry_point", f"{name!r:.80} is no name")
-    prompt = _text(info.get("prompt", ""), "prompt")
-    return CheckTests(prompt, name, [("test", _text(info["test"], "test"))], [])
 
 
 def _mbpp(info: Mapping[str, Any]) -> CheckTests:

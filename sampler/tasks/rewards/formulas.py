@@ -200,19 +200,16 @@ class _Reader:
         if token.kind == "number":
             return last.text in (")", "}") and last.kind == "mark"
         if token.kind == "word":
-            return token.text in FUNCTIONS or token.text == "pi" or not self.is_unit(token, last)
+            if token.text in FUNCTIONS or token.text == "pi":
+                return True
+            if len(token.text) > 2 or token.text == "or":
+                return False
+            ended = last.kind == "number" or last.text in ("}", ")")
+            attached = last.kind == "number" and token.text[1:] != ""
+            return not (token.text in UNITS and ((token.spaced and ended) or attached))
         if token.kind == "command":
             return token.text in SYMBOLS or token.text in FUNCTIONS or token.text in _ATOMS
         return token.text in ("(", "{") or (token.text == "|" and not self.bars)
-
-    def is_unit(self, token: Token, last: Token) -> bool:
-        text = token.text
-        if len(text) > 2 or text == "or":
-            return True
-        ended = last.kind == "number" or last.text in ("}", ")")
-        return text in UNITS and (
-            (token.spaced and ended) or (last.kind == "number" and text[1:] != "")
-        )
 
     def power(self) -> Node:
         node, start = self.atom(), self.position
