@@ -22,8 +22,8 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from sampler.sandbox.filter import supported
+from sampler.sandbox.inside.control import LANDLOCK, NAMESPACES, SECCOMP
 from sampler.sandbox.inside.kernel import ROOT_STAYS_ROOT, landlock_abi
-from sampler.sandbox.inside.order import LANDLOCK, NAMESPACES, SECCOMP
 from sampler.sandbox.process import (
     PORTION_BYTES,
     PYTHON,

@@ -17,21 +17,14 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from sampler.sandbox import filter as seccomp
+from sampler.sandbox.inside import control
 from sampler.sandbox.inside.kernel import READ_ALL, capabilities, landlock_abi
 from sampler.sandbox.inside.launcher import remove_scratch
-from sampler.sandbox.inside.order import (
-    LANDLOCK,
-    NAMESPACES,
-    SECCOMP,
-    Order,
-    encode_order,
-    read_answer,
-)
 
 PYTHON = [sys.executable, "-I"]
 """How to start this interpreter in isolation; its arguments follow."""
-SET_A = (NAMESPACES,)
-SET_B = (LANDLOCK, SECCOMP)
+SET_A = (control.NAMESPACES,)
+SET_B = (control.LANDLOCK, control.SECCOMP)
 """Either set is enough. Namespaces hide everything else. Landlock forbids opening anything else,
 and seccomp forbids the calls that reach it in other ways."""
 
@@ -183,7 +176,7 @@ class Isolated:
     def __init__(
         self,
         supervisor: subprocess.Popen[bytes],
-        control: socket.socket,
+        channel: socket.socket,
         limits: Limits,
         scratch: bytes,
     ) -> None:
@@ -192,7 +185,7 @@ class Isolated:
         self.stdin: IO[bytes] = supervisor.stdin
         self.stdout: IO[bytes] = supervisor.stdout
         self.limits = limits
-        self._supervisor, self._control, self._scratch = supervisor, control, scratch
+        self._supervisor, self._control, self._scratch = supervisor, channel, scratch
         self._lock = threading.Lock()
         self._finished: Finished | None = None
         self.stderr = b""
@@ -265,7 +258,7 @@ class Isolated:
         self._control.setblocking(False)
         message: dict[str, str] = {}
         with contextlib.suppress(OSError):
-            message = read_answer(self._control, socket.socket.recv)
+            message = control.read_answer(self._control, socket.socket.recv)
         streams = [self.stdin, self.stdout]
         self._reader.join(END_S)  # the stream ends when all its writers have ended
         if not self._reader.is_alive() and self._supervisor.stderr:
@@ -286,7 +279,7 @@ class Isolated:
         """
         self._control.settimeout(START_S)
         try:
-            message = read_answer(self._control, socket.socket.recv)
+            message = control.read_answer(self._control, socket.socket.recv)
         except TimeoutError:
             message = {"failed": f"the launcher said nothing for {START_S:g} s"}
         except ConnectionResetError:
@@ -329,7 +322,7 @@ def launch(
     Raises:
         NotIsolated: a mechanism fails, or the program or a path is missing.
     """
-    contained = NAMESPACES in mechanisms
+    contained = control.NAMESPACES in mechanisms
     if mechanisms and not contained and not set(SET_B) <= set(mechanisms):
         raise ValueError(f"{tuple(mechanisms)} isolate nothing: {SET_A} or {SET_B} is needed")
     try:
@@ -340,10 +333,10 @@ def launch(
         if name.startswith("/") or ".." in name.split("/") or "\0" in name or not name:
             raise ValueError(f"{name!r} is no path below the scratch directory")
     program = b""
-    if SECCOMP in mechanisms:
+    if control.SECCOMP in mechanisms:
         program = seccomp.build(contained=contained, signals_scoped=landlock_abi() >= 6)
     read_all = not contained and bool(capabilities() & READ_ALL) and not open_to_all(real)
-    order = Order(
+    order = control.Order(
         command=[os.fsencode(word) for word in command],
         environment={k.encode(): v.encode() for k, v in _ENVIRONMENT.items()},
         files=[(os.fsencode(name), content) for name, content in (files or {}).items()],
@@ -378,7 +371,7 @@ def launch(
         # A launcher that ended too early wrote its reason to stderr.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             ours.settimeout(START_S)
-            ours.sendall(encode_order(order))
+            ours.sendall(control.encode_order(order))
         process._await_start()
     except BaseException:
         process.kill()

@@ -16,25 +16,16 @@ import os
 import resource
 import time
 
-from . import kernel
-from .order import (
-    LANDLOCK,
-    NAMESPACES,
-    SECCOMP,
-    Order,
-    Watchdog,
-    answer,
-    descendants,
-    read_answer,
-    read_order,
-)
+from . import control, kernel
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # without the import of `typing`
     from collections.abc import Callable
 
 
-def run_init(order: Order, user: int, tasks: int, ready: int, failures: int, report: int) -> None:
+def run_init(
+    order: control.Order, user: int, tasks: int, ready: int, failures: int, report: int
+) -> None:
     """Prepare the scratch directory, start the program, wait for it, report. Never returns.
 
     Args:
@@ -53,7 +44,7 @@ def run_init(order: Order, user: int, tasks: int, ready: int, failures: int, rep
         os.umask(0o022)
         kernel.die_first()
         place = order.scratch
-        contained = NAMESPACES in order.mechanisms
+        contained = control.NAMESPACES in order.mechanisms
         if contained:
             kernel.build_root(order.readable, order.links, order.file_bytes)
             place = kernel.SCRATCH
@@ -85,11 +76,11 @@ def _end_with_parent(signal: int) -> None:
         os._exit(1)
 
 
-def _become(order: Order, place: bytes, user: int, tasks: int, failures: int) -> None:
+def _become(order: control.Order, place: bytes, user: int, tasks: int, failures: int) -> None:
     """Give up every right and become the program. Never returns."""
     try:
         os.setsid()
-        contained = NAMESPACES in order.mechanisms
+        contained = control.NAMESPACES in order.mechanisms
         kernel.forget_keys()
         os.chdir(place)
         cpu = int(order.cpu_s) + 1 if order.cpu_s else 0
@@ -98,9 +89,9 @@ def _become(order: Order, place: bytes, user: int, tasks: int, failures: int) ->
             os.geteuid() if contained else user, read_all=order.read_all and not contained
         )
         _end_with_parent(kernel.SIGKILL)
-        if LANDLOCK in order.mechanisms:
+        if control.LANDLOCK in order.mechanisms:
             kernel.restrict_files(order.readable, [place], kernel.DEVICES)
-        if SECCOMP in order.mechanisms:
+        if control.SECCOMP in order.mechanisms:
             kernel.install_filter(order.filter)
         environment = dict(order.environment)
         environment.update(dict.fromkeys((b"HOME", b"TMPDIR"), place))
@@ -134,7 +125,7 @@ def _wait(program: int, report: int, directory: bytes) -> None:
             os._exit(0)
 
         signal.signal(signal.SIGTERM, end)
-    answer(report, program=program)
+    control.answer(report, program=program)
     status, ended = 0, 0
     while ended != program:
         ended, status = os.wait()
@@ -143,7 +134,7 @@ def _wait(program: int, report: int, directory: bytes) -> None:
         remove_scratch(directory)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = usage.ru_utime + usage.ru_stime
-    answer(report, status=status, cpu_s=cpu_s, peak=usage.ru_maxrss << 10)
+    control.answer(report, status=status, cpu_s=cpu_s, peak=usage.ru_maxrss << 10)
     os._exit(0)
 
 
@@ -156,7 +147,7 @@ def _end_group(program: int) -> None:
     try:
         while True:
             _kill(os.killpg, program)
-            for pid in (program, *descendants(os.getpid())):
+            for pid in (program, *control.descendants(os.getpid())):
                 _kill(os.kill, pid)
             os.wait()
     except ChildProcessError:
@@ -219,26 +210,26 @@ _END_S = 10.0
 """Longest wait for the init process to end what is below it."""
 
 
-def main(control: int) -> None:
-    """Run the order that comes over the descriptor `control`; return once nothing is left."""
-    os.set_inheritable(control, False)
-    order = read_order(control)
+def main(parent: int) -> None:
+    """Run the order that comes over the descriptor `parent`; return once nothing is left."""
+    os.set_inheritable(parent, False)
+    order = control.read_order(parent)
     if order is None:
         return
     started = time.monotonic()
     ready, go = os.pipe()
     failures, failures_in = os.pipe()
     report, report_in = os.pipe()
-    contained = NAMESPACES in order.mechanisms
+    contained = control.NAMESPACES in order.mechanisms
     try:
         user = kernel.spare_user() if order.mechanisms else os.geteuid()
         tasks = kernel.tasks_allowed(order.processes, user, contained=contained)
         child = kernel.clone(kernel.FLAGS) if contained else os.fork()
     except OSError as error:
-        answer(control, failed=str(error))
+        control.answer(parent, failed=str(error))
         return
     if child == 0:
-        for descriptor in (control, go, failures, report):
+        for descriptor in (parent, go, failures, report):
             os.close(descriptor)
         run_init(order, user, tasks, ready, failures_in, report_in)
     for descriptor in (ready, failures_in, report_in):
@@ -258,36 +249,36 @@ def main(control: int) -> None:
             problem = file.read().decode(errors="replace")
     if problem:
         _end(child, contained=contained)
-        answer(control, failed=problem)
+        control.answer(parent, failed=problem)
         return
-    first = read_answer(report)  # the program's process id
-    answer(control, started="yes")
-    _supervise(order, control, child, report, int(first.get("program", 0)), started)
+    first = control.read_answer(report)  # the program's process id
+    control.answer(parent, started="yes")
+    _supervise(order, parent, child, report, int(first.get("program", 0)), started)
 
 
 def _supervise(
-    order: Order, control: int, child: int, report: int, program: int, started: float
+    order: control.Order, parent: int, child: int, report: int, program: int, started: float
 ) -> None:
     """Wait until the program ends, the parent closes the socket, or a limit is passed."""
     import select  # here, so that the program starts meanwhile
 
     detach_streams()
-    watchdog = Watchdog(order, child, started)
+    watchdog = control.Watchdog(order, child, started)
     poll = select.poll()
-    poll.register(control, select.POLLIN | select.POLLHUP)
+    poll.register(parent, select.POLLIN | select.POLLHUP)
     poll.register(report, select.POLLIN | select.POLLHUP)
     verdict = ""
     while not verdict:
         events = dict(poll.poll(watchdog.wait_ms()))
         if report in events:
             break
-        verdict = "killed" if control in events else watchdog.check()
-    ending = {} if verdict else read_answer(report)
-    _end(child, contained=NAMESPACES in order.mechanisms, program=program)
+        verdict = "killed" if parent in events else watchdog.check()
+    ending = {} if verdict else control.read_answer(report)
+    _end(child, contained=control.NAMESPACES in order.mechanisms, program=program)
     wall = time.monotonic() - started
     try:
         seen = {"wall_s": wall, "seen": watchdog.peak, "cpu_seen": watchdog.cpu}
-        answer(control, verdict=verdict, **seen, **ending)
+        control.answer(parent, verdict=verdict, **seen, **ending)
     except OSError:
         return  # the parent has closed its end
 

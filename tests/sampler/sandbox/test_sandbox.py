@@ -19,9 +19,9 @@ from runspec.core.errors import UserError
 from sampler.sandbox import PYTHON, Limits, NotIsolated, probe, require, run, start
 from sampler.sandbox import process as parent_side
 from sampler.sandbox.__main__ import main
-from sampler.sandbox.inside import kernel, order
+from sampler.sandbox.inside import control, kernel
+from sampler.sandbox.inside.control import Order
 from sampler.sandbox.inside.launcher import remove_scratch
-from sampler.sandbox.inside.order import Order
 from sampler.sandbox.process import SET_B, Finished, judge, resolve_paths
 from tests.processes import alive
 
@@ -166,23 +166,23 @@ def test_paths_are_made_real_and_the_links_on_the_way_are_kept(tmp_path):
 
 def test_an_order_crosses_whole_or_not_at_all():
     sent = Order(command=[b"a", b""], environment={b"A": bytes(range(256))}, wall_s=1.5)
-    message = order.encode_order(sent)
-    read = order.read_order(BytesIO(message), BytesIO.read)
+    message = control.encode_order(sent)
+    read = control.read_order(BytesIO(message), BytesIO.read)
     assert read is not None and vars(read) == vars(sent)
     for short in (b"", message[:4], message[:-1]):
-        assert order.read_order(BytesIO(short), BytesIO.read) is None
+        assert control.read_order(BytesIO(short), BytesIO.read) is None
 
 
 def test_an_answer_is_text_within_a_bound():
     here, there = os.pipe()
-    order.answer(there, verdict="", failed="two\nlines", status=-9, wall_s=1.5)
+    control.answer(there, verdict="", failed="two\nlines", status=-9, wall_s=1.5)
     expected = {"verdict": "", "failed": "two lines", "status": "-9", "wall_s": "1.5"}
-    assert order.read_answer(here) == expected
-    for size in (order.MAX_ANSWER_BYTES + 1, 1 << 62):  # nothing of it is read
+    assert control.read_answer(here) == expected
+    for size in (control.MAX_ANSWER_BYTES + 1, 1 << 62):  # nothing of it is read
         os.write(there, size.to_bytes(8, "big"))
-        assert order.read_answer(here) == {}
+        assert control.read_answer(here) == {}
     os.write(there, (8).to_bytes(8, "big") + b"a \xff\x00 b\nc")  # whatever stands there
-    assert order.read_answer(here) == {"a": "\ufffd\x00 b", "c": ""}
+    assert control.read_answer(here) == {"a": "\ufffd\x00 b", "c": ""}
     os.close(there)
     os.close(here)
 
@@ -293,8 +293,8 @@ os.kill(0, 9)
 
 def test_children_are_found_without_the_kernel_s_list():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        assert child.pid in order._by_parent()(os.getpid())
-        assert child.pid in order.descendants(os.getpid())
+        assert child.pid in control._by_parent()(os.getpid())
+        assert child.pid in control.descendants(os.getpid())
         child.communicate(b"\n")
 
 
