@@ -11,22 +11,12 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from dataclasses import dataclass
 
 from runspec.core.spec.schema import Reward
-from sampler.tasks.answers import (
-    MAX_ANSWER_CHARS,
-    MAX_GRADERS,
-    Answer,
-    Result,
-    TermRules,
-    fault,
-    over_limit,
-    reply_of,
-    result_of,
-)
+from sampler.tasks import answers as grading
+from sampler.tasks.answers import Answer, Result, TermRules, fault
 from sampler.tasks.interfaces import Score, TaskTerm, make_term
 from sampler.tasks.launch import GraderLost, GraderProcess
 from verify.plugins import GraderFault
@@ -79,7 +69,7 @@ class Graders:
     """
 
     def __init__(self, rewards: Sequence[Reward], *, processes: int | None = None) -> None:
-        self._processes = processes or min(MAX_GRADERS, len(os.sched_getaffinity(0)))
+        self._processes = processes or min(grading.MAX_GRADERS, len(os.sched_getaffinity(0)))
         self.rules: dict[str, TermRules] = {}
         """Rules of each kind that can be graded."""
         self._threaded: dict[str, TaskTerm] = {}
@@ -120,8 +110,10 @@ class Graders:
             kind, future = answer.problem.task_type, Future[Result]()
             if kind not in self.rules:
                 future.set_result(fault(answer.problem, f"no reward of kind {kind!r}"))
-            elif len(answer.text) > MAX_ANSWER_CHARS:
-                reason = f"an answer of {len(answer.text)} characters, over {MAX_ANSWER_CHARS}"
+            elif len(answer.text) > grading.MAX_ANSWER_CHARS:
+                reason = (
+                    f"an answer of {len(answer.text)} characters, over {grading.MAX_ANSWER_CHARS}"
+                )
                 future.set_result(Score(0.0, reason))
             elif kind in self._threaded:
                 try:
@@ -172,13 +164,13 @@ class Graders:
         graded: Future[Result] = Future()
 
         def grade() -> None:
-            reply = reply_of(self._threaded[kind], answer.problem, answer.text)
-            graded.set_result(result_of(answer, reply, self.rules[kind]))
+            reply = grading.reply_of(self._threaded[kind], answer.problem, answer.text)
+            graded.set_result(grading.result_of(answer, reply, self.rules[kind]))
 
         threading.Thread(target=grade, daemon=True).start()
         try:
             return graded.result(seconds)
-        except NotYet:
+        except TimeoutError:
             return fault(answer.problem, f"the grader hangs: {seconds:.0f} s")
 
     def _serve(self) -> None:
@@ -236,7 +228,7 @@ class Graders:
             while items:
                 item = items[0]
                 rules = self.rules[item.answer.problem.task_type]
-                item.finish(result_of(item.answer, process.answer(rules.timeout_s), rules))
+                item.finish(grading.result_of(item.answer, process.answer(rules.timeout_s), rules))
                 items.popleft()
         except GraderLost as lost:
             with self._changed:
@@ -245,7 +237,7 @@ class Graders:
             item = items.popleft()
             rules = self.rules[item.answer.problem.task_type]
             reason = f"no verdict within {rules.timeout_s:g} s" if lost.overdue else str(lost)
-            item.finish(over_limit(item.answer, reason, rules))
+            item.finish(grading.over_limit(item.answer, reason, rules))
             with self._changed:
                 self._queue.extendleft(reversed(items))
                 self._changed.notify_all()
