@@ -1,9 +1,8 @@
 """Seeded sampling and proofs on the device: the sampler's kernels without vLLM.
 
 A random Qwen2 of 7B's layer shape decodes in bfloat16 by transformers, with a cache of keys and
-values. Tokens come from `sampler.engine.sampling`, log-probs and proofs from
-`sampler.engine.sampling`.
-Both are held against the CPU's. Weights and rollouts stay in the folder for the parts that prefill.
+values. Tokens, log-probs and proofs come from `sampler.engine.sampling`. All are held against the
+CPU's. Weights and rollouts stay in the folder for the parts that prefill.
 """
 
 from __future__ import annotations

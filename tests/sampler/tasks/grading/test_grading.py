@@ -279,7 +279,7 @@ def test_an_untrusted_pool_cannot_do_without_the_sandbox():
 
 
 def test_where_the_sandbox_works_it_is_taken_whatever_the_spec_says():
-    working = sampler.sandbox().working
+    working = sampler.sandbox.probe().working
     assert launch.mechanisms(required=False, place="reward") == working != ()
 
 
