@@ -36,15 +36,7 @@ from sampler.sandbox.process import (
     launch,
 )
 
-__all__ = [
-    "PYTHON",
-    "Limits",
-    "NotIsolated",
-    "probe",
-    "require",
-    "run",
-    "start",
-]
+__all__ = ["PYTHON", "Limits", "NotIsolated", "probe", "require", "run", "start"]
 
 
 def start(

@@ -41,12 +41,7 @@ its time does not look like a fault of the tests."""
 MAX_REPLY_BYTES = 2 * 1024 * 1024
 """Longest message from a program or from tests."""
 TIMEOUT_S = 60.0
-LIMITS = Limits(
-    memory_bytes=1 << 30,
-    processes=16,
-    file_bytes=16 << 20,
-    output_bytes=4 << 20,
-)
+LIMITS = Limits(memory_bytes=1 << 30, processes=16, file_bytes=16 << 20, output_bytes=4 << 20)
 
 
 class CodeReward(TaskTerm):
