@@ -125,14 +125,12 @@ class EngineClient:
     ) -> list[np.ndarray]:
         """See `Engine.prompt_logprobs`; asks one rank, even while admission is closed."""
         from vllm import SamplingParams
-        from vllm.inputs import tokens_input
 
         async def one(tokens: Sequence[int]) -> np.ndarray:
             params = _final(SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
-            prompt = tokens_input(list(tokens), cache_salt=self.salt)
-            collector = await self.core.add(str(next(self._names)), prompt, params, rank)
-            entries = (await self.core.output(collector)).prompt_logprobs
-            given = zip(tokens[1:], entries[1:], strict=True)
+            name = str(next(self._names))
+            output = await self.core.generate(name, tokens, self.salt, params, rank)
+            given = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
             return np.array([entry[token].logprob for token, entry in given], dtype=np.float32)
 
         return list(await asyncio.gather(*(one(tokens) for tokens in sequences)))
@@ -183,14 +181,12 @@ class EngineClient:
             task.add_done_callback(self._tasks.discard)
 
     async def _sample(self, sequence: _Sequence) -> None:
-        from vllm.inputs import tokens_input
-
-        request = sequence.submission.requests[sequence.index]
+        request, slot = sequence.submission.requests[sequence.index], sequence.slot
         try:
-            prompt = tokens_input(list(request.prompt_tokens), cache_salt=self.salt)
-            params = _sampling_params(request, sequence.slot.number)
-            collector = await self.core.add(sequence.name, prompt, params, sequence.slot.rank)
-            sequence.output = await self.core.output(collector)
+            params = _sampling_params(request, slot.number)
+            sequence.output = await self.core.generate(
+                sequence.name, request.prompt_tokens, self.salt, params, slot.rank
+            )
         except Exception as error:  # noqa: BLE001 - the futures raise it
             self._failed(error)
             return

@@ -227,18 +227,24 @@ class EngineProcesses:
         """Process ids of the engine cores, one for each data-parallel rank."""
         return [process.pid for process in self._processes]
 
-    async def add(self, name: str, prompt: Any, params: Any, rank: int) -> Any:
-        """Give vLLM a request.
+    async def generate(
+        self, name: str, tokens: Sequence[int], salt: str, params: Any, rank: int
+    ) -> Any:
+        """Give vLLM a request and return its finished output; waits as long as the cores live.
 
-        Returns:
-            Its collector; `get` waits for the one output.
+        Args:
+            name: of the request.
+            tokens: the prompt.
+            salt: cached keys and values are reused only if they were computed under it.
+            params: vLLM's SamplingParams.
+            rank: data-parallel rank.
         """
-        return await self._call(
+        from vllm.inputs import tokens_input
+
+        prompt = tokens_input(list(tokens), cache_salt=salt)
+        collector = await self._call(
             self._llm.add_request(name, prompt, params, data_parallel_rank=rank), "a request"
         )
-
-    async def output(self, collector: Any) -> Any:
-        """Return the finished output of a request; waits as long as the cores live."""
         self._waiting += 1
         if self._watchdog is None:
             self._watchdog = asyncio.ensure_future(self._watch())

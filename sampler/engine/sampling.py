@@ -19,7 +19,6 @@ Nothing in `record` waits for the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -41,8 +40,7 @@ RING = CHUNK_ROWS + STEPS + RUN_AHEAD
 """Rows of hidden states in the ring of a sequence."""
 
 
-@dataclass(frozen=True)
-class Selected:
+class Selected(NamedTuple):
     """The k = min(128, 32 x D) largest of C chunks, padded to 128, in transfer to the host."""
 
     indices: torch.Tensor
@@ -74,10 +72,8 @@ def select_largest(chunks: torch.Tensor, rows: np.ndarray) -> Selected:
     found = [
         by_topk(chunks[at : at + step], rows[at : at + step]) for at in range(0, len(rows), step)
     ]
-    return Selected(
-        torch.cat([part.indices for part in found]).to("cpu", non_blocking=True),
-        torch.cat([part.bits for part in found]).to("cpu", non_blocking=True),
-    )
+    columns = zip(*found, strict=True)
+    return Selected(*(torch.cat(column).to("cpu", non_blocking=True) for column in columns))
 
 
 def by_topk(chunks: torch.Tensor, rows: np.ndarray) -> Selected:
