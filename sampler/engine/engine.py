@@ -132,7 +132,18 @@ class Engine:
                 if self.running and not self._pool.in_flight_updates:
                     raise RuntimeError(f"{self.running} sequences are under way during a load")
                 self.version = self._death = None
-            return self._loop.run(self._load(weights_dir, version))
+            begun, self._paused_s = time.monotonic(), None
+            held, self._held = self._held, None
+            try:
+                patched = self._loop.run(self._replace(held, weights_dir, version))
+                report = self.check(weights_dir, version)
+                self._loop.run(self._open(weights_dir, version))
+            except Exception as error:
+                self._loop.run(self._give_up(error))
+                raise
+            seconds = time.monotonic() - begun
+            paused = seconds if self._paused_s is None else self._paused_s
+            return replace(report, load_s=seconds, pause_s=paused, patched=patched)
 
     def submit(self, requests: Sequence[SampleRequest]) -> Future[list[Sampled]]:
         """Sample every request, together with everything else under way.
@@ -215,31 +226,6 @@ class Engine:
 
     # The methods below run on the loop.
 
-    async def _load(self, weights_dir: Path, version: int) -> LoadReport:
-        """Replace the weights, check them and go on; an error fails every sequence under way."""
-        begun, self._paused_s = time.monotonic(), None
-        held, self._held = self._held, None
-        self._loads += 1
-        try:
-            if self._client is None:
-                await self._start(weights_dir, version)
-                patched = False
-            else:
-                patched = await self._replace(self._client, held, weights_dir, version)
-            report = await self._check(weights_dir, version)
-            self._require_client().open()  # raises if the engine died after the checks
-            self.version, self._held = version, weights_dir
-        except Exception as error:
-            if self._client is None or self._client.core.death.done():
-                self._fail(error)
-            else:
-                await self._client.drop(error)
-                await self._resume()
-            raise
-        seconds = time.monotonic() - begun
-        paused = seconds if self._paused_s is None else self._paused_s
-        return replace(report, load_s=seconds, pause_s=paused, patched=patched)
-
     async def _start(self, weights_dir: Path, version: int) -> None:
         chosen = arguments.engine_arguments(self._pool, weights_dir, self._options)
         try:
@@ -262,14 +248,16 @@ class Engine:
             self._fail(error)
             raise
 
-    async def _replace(
-        self, client: EngineClient, held: Path | None, weights_dir: Path, version: int
-    ) -> bool:
+    async def _replace(self, held: Path | None, weights_dir: Path, version: int) -> bool:
         """Load weights into vLLM, pausing sequences under way; return whether as a patch.
 
         A patch overwrites what differs between the loaded version and the other, in place. If a
         rank cannot, everything is loaded.
         """
+        self._loads += 1
+        if (client := self._client) is None:
+            await self._start(weights_dir, version)
+            return False
         core, in_flight = client.core, self._pool.in_flight_updates
         client.shut()
         if in_flight:
@@ -316,6 +304,19 @@ class Engine:
                 version=version,
             )
         return report
+
+    async def _open(self, weights_dir: Path, version: int) -> None:
+        await self._resume()
+        self._require_client().open()  # raises if the engine died after the checks
+        self.version, self._held = version, weights_dir
+
+    async def _give_up(self, error: Exception) -> None:
+        """Fail every sequence under way after a failed load."""
+        if self._client is None or self._client.core.death.done():
+            self._fail(error)
+        else:
+            await self._client.drop(error)
+            await self._resume()
 
     async def _resume(self) -> None:
         if self._paused_at is not None:
