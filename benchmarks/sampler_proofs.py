@@ -36,8 +36,8 @@ from benchmarks.sampler_engine import WAIT_S, Side, bare_loop, share
 from runspec.core.spec.schema import SamplerPool
 from sampler.engine.arguments import engine_arguments
 from sampler.engine.engine import Engine
-from sampler.engine.recorder import Selected, TokenRecorder
 from sampler.engine.requests import SampleRequest
+from sampler.engine.sampling import Selected, TokenRecorder
 from sampler.engine.worker_extension import SamplerExtension
 from verify.noise import noise_key
 from verify.toploc.codec import CHUNK_ROWS, TOP_K, build_proofs_of

@@ -54,8 +54,8 @@ from runspec.core.models.family import load_config
 from runspec.core.models.parameters import matrix_parameters
 from runspec.core.spec import schema
 from sampler.engine.engine import Engine
-from sampler.prefill.engine import load_policy as load_torch
-from sampler.prefill.engine import prefill as prefill_torch
+from sampler.prefill import load_policy as load_torch
+from sampler.prefill import prefill as prefill_torch
 from verify.plugins import load_task_set
 
 GROUP_SIZE = 8

@@ -21,8 +21,7 @@ worker may be killed at any point without a loss."""
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line and run the command; return its exit code."""
     from sampler.evaluation import ask, solve_rates
-    from sampler.tasks import check
-    from sampler.tasks.grading import command as grading
+    from sampler.tasks import check, grade
 
     parser = argparse.ArgumentParser(prog="python -m sampler", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -40,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         role.add_argument("--dir", required=True, type=Path, help="keeps fetched versions")
         role.add_argument("--metrics", metavar="HOST:PORT", help="serves Prometheus metrics there")
     work.add_argument("--pool", required=True, metavar="NAME", help="sampler pool of the spec")
-    grading.add_commands(commands)
+    grade.add_commands(commands)
     solve_rates.add_command(commands)
     check.add_command(commands)
     ask.add_command(commands)

@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TASKS = ("sampler.tasks.task_set", "sampler.tasks.grading.launch", "sampler.tasks.grading.launch")
+TASKS = ("sampler.tasks.task_set", "sampler.tasks.launch", "sampler.tasks.launch")
 VALIDATOR = ("verify.__main__", "verify.validator", "bridge.delta", *TASKS)
 CLI = sorted(f"runspec.cli.{path.stem}" for path in (ROOT / "runspec" / "cli").glob("[a-z]*.py"))
 PROCESSES = {
@@ -23,7 +23,7 @@ PROCESSES = {
     "learner": (*VALIDATOR, "learner_jax.train", "learner_jax.prefill", "bridge.publisher"),
     "validator-torch": (
         *VALIDATOR,
-        "sampler.prefill.engine",
+        "sampler.prefill",
         *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")),
     ),
 }

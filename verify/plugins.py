@@ -4,11 +4,11 @@
 
     [project.entry-points."runspec.tasks"]
     default = "sampler.tasks.task_set:build_task_set"
-    requirements = "sampler.tasks.grading.launch:require_graders"
+    requirements = "sampler.tasks.launch:require_graders"
 
     [project.entry-points."runspec.prefill"]
     jax = "learner_jax.prefill:JaxPrefill"
-    torch = "sampler.prefill.engine:TorchPrefill"
+    torch = "sampler.prefill:TorchPrefill"
 
     [project.entry-points."runspec.warm_start"]
     default = "sampler.tasks.traces:build_warm_start_data"

@@ -70,11 +70,11 @@ def load(
     if name == "torch":
         import torch
 
-        from sampler.prefill import engine
+        from sampler import prefill as torch_engine
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         settings.require(device.type)
-        return engine.prefill, engine.load_policy(weights, learner, [device])
+        return torch_engine.prefill, torch_engine.load_policy(weights, learner, [device])
     import jax
 
     from learner_jax import prefill

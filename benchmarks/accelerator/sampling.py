@@ -1,9 +1,8 @@
 """Seeded sampling and proofs on the device: the sampler's kernels without vLLM.
 
 A random Qwen2 of 7B's layer shape decodes in bfloat16 by transformers, with a cache of keys and
-values. Tokens come from `sampler.engine.gumbel_sampling`, log-probs and proofs from
-`sampler.engine.recorder`.
-Both are held against the CPU's. Weights and rollouts stay in the folder for the parts that prefill.
+values. Tokens, log-probs and proofs come from `sampler.engine.sampling`. All are held against the
+CPU's. Weights and rollouts stay in the folder for the parts that prefill.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.accelerator.case import SHAPES
 from benchmarks.accelerator.rollouts import GROUP_SIZE, Rollouts
 from benchmarks.accelerator.rows import Row, Settings, at_most, serve
-from sampler.engine.gumbel_sampling import GumbelSampler, Rules
-from sampler.engine.recorder import TokenRecorder
 from sampler.engine.requests import split_recorded
+from sampler.engine.sampling import GumbelSampler, Rules, TokenRecorder
 from verify.noise import noise_key
 from verify.toploc.codec import build_proofs_batch, build_proofs_of
 

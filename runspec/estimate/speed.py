@@ -227,7 +227,7 @@ def tokens_to_check(spec: RunSpec) -> float:
 
 
 RECORDED_ROWS = 52
-"""Hidden states of a sequence that `sampler.engine.recorder` keeps on the device: its ring, and the
+"""Hidden states of a sequence that `sampler.engine.sampling` keeps on the device: its ring, and the
 buffers of the last steps."""
 BATCHED_TOKENS = 2048
 """Tokens of one forward pass: vLLM's default `max_num_batched_tokens`."""

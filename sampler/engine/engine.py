@@ -23,35 +23,28 @@ import numpy as np
 from runspec.core.errors import UserError
 from runspec.core.models.parameters import MAX_SEQUENCES
 from runspec.core.spec.schema import SamplerPool
-from sampler.engine.arguments import (
-    engine_arguments,
-    kv_cache_error,
-    prepare_environment,
-    register_model_class,
-)
-from sampler.engine.checks import (
-    PROBE_FILE,
-    merge,
-    read_probe,
-    require_same_bytes,
-    require_same_logprobs,
-)
+from sampler.engine import arguments
 from sampler.engine.engine_client import EngineClient, Submission
 from sampler.engine.engine_process import (
     EngineDied,
     EngineProcesses,
     Loop,
-    Start,
     StartFailed,
     same_death_is_final,
+    starting,
 )
 from sampler.engine.processes import FORKED, SPAWNED, serve
 from sampler.engine.requests import (
+    PROBE_FILE,
     GenerationAborted,
     LoadReport,
     NoVersion,
     Sampled,
     SampleRequest,
+    merge,
+    read_probe,
+    require_same_bytes,
+    require_same_logprobs,
 )
 from verify.thresholds import precision_of
 
@@ -84,15 +77,15 @@ class Engine:
                 place=f"samplers.{pool.name}.quantization",
                 remedy="leave it out, or sample on a GPU",
             )
-        prepare_environment()
-        forked = pool.hardware.kind == "cpu"
-        if forked:
+        arguments.prepare_environment()
+        start = SPAWNED
+        if pool.hardware.kind == "cpu":
             serve()
+            start = FORKED
         self._pool, self._options, self._probe = pool, dict(options or {}), probe
         self._loop = Loop(f"engine of {pool.name}")
-        self._core: EngineProcesses | None = None
         self._client: EngineClient | None = None
-        self._starting: Start | None = None
+        self._starting: threading.Event | None = None
         self._closing = False
         self._loading = threading.Lock()
         self._counting = threading.Lock()
@@ -106,7 +99,7 @@ class Engine:
         self.running = 0
         """Sequences submitted and not finished."""
         # vLLM's import takes seconds, and the first version may arrive meanwhile.
-        self._loop.run(_import(forked=forked))
+        self._loop.run(_import(start))
 
     @property
     def capacity(self) -> int:
@@ -116,7 +109,7 @@ class Engine:
     @property
     def pids(self) -> list[int]:
         """Process ids of the engine cores, one for each data-parallel rank; empty without vLLM."""
-        return [] if self._core is None else self._core.pids
+        return [] if self._client is None else self._client.core.pids
 
     def load(self, weights_dir: Path, version: int) -> LoadReport:
         """Switch sampling to a policy version and check it.
@@ -142,7 +135,7 @@ class Engine:
             begun, self._paused_s = time.monotonic(), None
             held, self._held = self._held, None
             try:
-                patched = self._replace(held, weights_dir, version)
+                patched = self._loop.run(self._replace(held, weights_dir, version))
                 report = self.check(weights_dir, version)
                 self._loop.run(self._open(weights_dir, version))
             except Exception as error:
@@ -165,8 +158,17 @@ class Engine:
             UserError: a request is longer than the pool allows.
             NoVersion: no version is loaded, for example because the engine died a moment ago.
         """
+        pool = self._pool
         for request in requests:
-            self._require_room(request)
+            prompt = len(request.prompt_tokens)
+            room = min(pool.max_new_tokens, pool.max_model_len - prompt)
+            if not 0 < request.max_new_tokens <= room or not prompt:
+                raise UserError(
+                    f"{request.max_new_tokens} new tokens after a prompt of {prompt}: the pool has "
+                    f"room for {pool.max_new_tokens}, and {pool.max_model_len} in all",
+                    place=f"samplers.{pool.name}.max_model_len",
+                    remedy="raise it, or ask for less",
+                )
         submission = Submission(list(requests))
         submission.future.set_running_or_notify_cancel()
         if not requests:
@@ -196,25 +198,7 @@ class Engine:
         Raises:
             UserError: a tensor differs from the files, or the probe's log-probs from the learner's.
         """
-        report = merge(self._rpc("compare_weights", weights_dir=str(weights_dir)))
-        require_same_bytes(report, weights_dir, version)
-        self._loop.run(self._resume())  # the probe has to run; what else runs is not answered yet
-        if self._probe or (weights_dir / PROBE_FILE).exists():
-            probe = read_probe(weights_dir)
-            logprobs = self._loop.run(self._prompt_logprobs([s.tokens for s in probe]))
-            require_same_logprobs(
-                probe,
-                logprobs,
-                report,
-                precision=precision_of(self._pool),
-                weights_dir=weights_dir,
-                version=version,
-            )
-        return report
-
-    def repack(self) -> None:
-        """Rebuild the packed copies that vLLM's reload leaves stale."""
-        self._rpc("repack_tied_head")
+        return self._loop.run(self._check(weights_dir, version))
 
     def abort(self) -> None:
         """Abort everything submitted so far: its futures raise GenerationAborted."""
@@ -229,8 +213,8 @@ class Engine:
         if self._loop.closed:
             return
         self._closing = True
-        if (starting := self._starting) is not None:
-            starting.kill()
+        if (told := self._starting) is not None:
+            told.set()
         self._loop.run(self._stop(GenerationAborted()), CLOSE_S)
         if not self._loading.acquire(timeout=CLOSE_S):  # the above ends a load in another thread
             raise TimeoutError("the engine still loads")
@@ -240,26 +224,53 @@ class Engine:
         finally:
             self._loading.release()
 
-    def patch(self, held: Path, weights_dir: Path) -> bool:
-        """Overwrite what differs between the loaded version and another, in place.
+    # The methods below run on the loop.
 
-        Returns:
-            False if a rank cannot; then everything has to be loaded.
-        """
-        return all(self._rpc("patch_weights", base_dir=str(held), weights_dir=str(weights_dir)))
-
-    def _replace(self, held: Path | None, weights_dir: Path, version: int) -> bool:
-        """Load weights into vLLM, pausing sequences under way; return whether as a patch."""
-        self._loads += 1
-        if self._core is None:
-            self._loop.run(self._start(weights_dir, version))
-            return False
-        self._loop.run(self._pause())
+    async def _start(self, weights_dir: Path, version: int) -> None:
+        chosen = arguments.engine_arguments(self._pool, weights_dir, self._options)
         try:
-            patched = held is not None and held.is_dir() and self.patch(held, weights_dir)
+            with starting() as self._starting:
+                if self._closing:  # `close` was called before it could see this start
+                    raise EngineDied("the engine was closed")
+                if self._pool.hardware.kind == "cpu":
+                    arguments.register_model_class(weights_dir)
+                core = EngineProcesses(chosen, self._fail)
+        except StartFailed as error:
+            raise arguments.kv_cache_error(error.exit_reason, self._pool) or error from error
+        finally:
+            self._starting = None
+        self._client = EngineClient(core, ended=self._count_ended, failed=self._fail)
+        try:
+            slots, length = MAX_SEQUENCES, self._pool.max_new_tokens
+            await core.rpc("start_capture", slots=slots, max_new_tokens=length)
+            await core.rpc("set_version", version=version)
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    async def _replace(self, held: Path | None, weights_dir: Path, version: int) -> bool:
+        """Load weights into vLLM, pausing sequences under way; return whether as a patch.
+
+        A patch overwrites what differs between the loaded version and the other, in place. If a
+        rank cannot, everything is loaded.
+        """
+        self._loads += 1
+        if (client := self._client) is None:
+            await self._start(weights_dir, version)
+            return False
+        core, in_flight = client.core, self._pool.in_flight_updates
+        client.shut()
+        if in_flight:
+            await core.pause()
+            self._paused_at = time.monotonic()
+        try:
+            patched = held is not None and held.is_dir()
+            if patched:
+                folders = {"base_dir": str(held), "weights_dir": str(weights_dir)}
+                patched = all(await core.rpc("patch_weights", **folders))
             if not patched:
-                self._rpc("reload_weights", weights_path=str(weights_dir))
-                self.repack()
+                await core.rpc("reload_weights", weights_path=str(weights_dir))
+                await core.rpc("repack_tied_head")  # vLLM's reload leaves its packed copy stale
         except EngineDied:
             raise
         except Exception as error:  # a worker's error arrives as text only
@@ -268,62 +279,31 @@ class Engine:
                 place=str(weights_dir),
                 remedy="compare its files with the manifest's digests, or fetch it again",
             ) from error
-        self._loop.run(self._relabel(version))
+        # All tokens and cached blocks are of the new version from now on.
+        await core.rpc("set_version", version=version)
+        client.salt = str(self._loads)
+        if not in_flight:
+            await core.reset_prefix_cache()  # the salt suffices; this frees the memory at once
         return patched
 
-    def _rpc(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method on every worker of every rank; return one answer from each."""
-        return self._loop.run(self._require_core().rpc(method, **kwargs))
-
-    def _require_room(self, request: SampleRequest) -> None:
-        pool, prompt = self._pool, len(request.prompt_tokens)
-        room = min(pool.max_new_tokens, pool.max_model_len - prompt)
-        if not 0 < request.max_new_tokens <= room or not prompt:
-            raise UserError(
-                f"{request.max_new_tokens} new tokens after a prompt of {prompt}: the pool has "
-                f"room for {pool.max_new_tokens}, and {pool.max_model_len} in all",
-                place=f"samplers.{pool.name}.max_model_len",
-                remedy="raise it, or ask for less",
+    async def _check(self, weights_dir: Path, version: int) -> LoadReport:
+        report = merge(
+            await self._require_client().core.rpc("compare_weights", weights_dir=str(weights_dir))
+        )
+        require_same_bytes(report, weights_dir, version)
+        await self._resume()  # the probe has to run; what else runs is not answered yet
+        if self._probe or (weights_dir / PROBE_FILE).exists():
+            probe = read_probe(weights_dir)
+            logprobs = await self._prompt_logprobs([s.tokens for s in probe])
+            require_same_logprobs(
+                probe,
+                logprobs,
+                report,
+                precision=precision_of(self._pool),
+                weights_dir=weights_dir,
+                version=version,
             )
-
-    # The methods below run on the loop.
-
-    async def _start(self, weights_dir: Path, version: int) -> None:
-        arguments = engine_arguments(self._pool, weights_dir, self._options)
-        try:
-            with Start() as self._starting:
-                if self._closing:  # `close` was called before it could see this start
-                    raise EngineDied("the engine was closed")
-                if self._pool.hardware.kind == "cpu":
-                    register_model_class(weights_dir)
-                self._core = core = EngineProcesses(arguments, self._fail)
-        except StartFailed as error:
-            raise kv_cache_error(error.exit_reason, self._pool) or error from error
-        finally:
-            self._starting = None
-        slots, length = MAX_SEQUENCES, self._pool.max_new_tokens
-        await core.rpc("start_capture", slots=slots, max_new_tokens=length)
-        await core.rpc("set_version", version=version)
-        self._client = EngineClient(core, ended=self._count_ended, failed=self._fail)
-
-    async def _pause(self) -> None:
-        self._require_client().shut()
-        if self._pool.in_flight_updates:
-            await self._require_core().pause()
-            self._paused_at = time.monotonic()
-
-    async def _relabel(self, version: int) -> None:
-        """Attribute all tokens and cached blocks from now on to the new version."""
-        core = self._require_core()
-        await core.rpc("set_version", version=version)
-        self._require_client().salt = str(self._loads)
-        if not self._pool.in_flight_updates:
-            await core.reset_prefix_cache()  # the salt suffices; this frees the memory at once
-
-    async def _resume(self) -> None:
-        if self._paused_at is not None:
-            await self._require_core().resume()
-            self._paused_s, self._paused_at = time.monotonic() - self._paused_at, None
+        return report
 
     async def _open(self, weights_dir: Path, version: int) -> None:
         await self._resume()
@@ -332,13 +312,16 @@ class Engine:
 
     async def _give_up(self, error: Exception) -> None:
         """Fail every sequence under way after a failed load."""
-        if self._core is None or self._core.death.done():
+        if self._client is None or self._client.core.death.done():
             self._fail(error)
-        elif self._client is not None:
+        else:
             await self._client.drop(error)
             await self._resume()
-        else:
-            await self._stop(error)
+
+    async def _resume(self) -> None:
+        if self._paused_at is not None:
+            await self._require_client().core.resume()
+            self._paused_s, self._paused_at = time.monotonic() - self._paused_at, None
 
     async def _abort(self) -> None:
         if self._client is not None:
@@ -346,7 +329,8 @@ class Engine:
 
     async def _prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
         """Return the log-probs of each data-parallel rank."""
-        client, ranks = self._require_client(), range(self._require_core().ranks)
+        client = self._require_client()
+        ranks = range(client.core.ranks)
         return [await client.prompt_logprobs(sequences, rank=rank) for rank in ranks]
 
     def _add(self, submission: Submission) -> None:
@@ -364,21 +348,14 @@ class Engine:
         """Fail everything under way with an error and end vLLM's processes."""
         self.version = self._held = self._paused_at = None
         self._death = error if isinstance(error, EngineDied) else None
-        core, client = self._core, self._client
-        self._core = self._client = None
+        client, self._client = self._client, None
         if client is not None:
             client.fail(error)
             client.close()
-        if core is not None:
-            core.close()
+            client.core.close()
 
     async def _stop(self, error: Exception) -> None:
         self._fail(error)
-
-    def _require_core(self) -> EngineProcesses:
-        if self._core is None:
-            raise EngineDied("no engine runs")
-        return self._core
 
     def _require_client(self) -> EngineClient:
         if self._client is None:
@@ -386,11 +363,11 @@ class Engine:
         return self._client
 
 
-async def _import(*, forked: bool) -> None:
+async def _import(start: Any) -> None:
     """Import vLLM; without garbage collection, which would take a fifth of the import's time."""
     gc.disable()
     try:
         import vllm.v1.engine.async_llm
     finally:
         gc.enable()
-    vllm.utils.system_utils.multiprocessing = FORKED if forked else SPAWNED
+    vllm.utils.system_utils.multiprocessing = start

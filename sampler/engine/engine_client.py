@@ -80,7 +80,7 @@ class EngineClient:
     """Admits sequences, fetches their records in batches, resolves their submissions.
 
     Args:
-        core: vLLM's processes.
+        core: vLLM's processes, which the caller closes.
         ended: called with the number of sequences that were answered or dropped.
         failed: called with the engine's error, after which nothing is answered.
     """
@@ -92,7 +92,7 @@ class EngineClient:
         ended: Callable[[int], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        self._core, self._ended, self._failed = core, ended, failed
+        self.core, self._ended, self._failed = core, ended, failed
         self._slots = Slots(core.ranks, MAX_SEQUENCES)
         self._waiting: deque[tuple[Submission, int]] = deque()
         self._live: dict[str, _Sequence] = {}
@@ -125,14 +125,12 @@ class EngineClient:
     ) -> list[np.ndarray]:
         """See `Engine.prompt_logprobs`; asks one rank, even while admission is closed."""
         from vllm import SamplingParams
-        from vllm.inputs import tokens_input
 
         async def one(tokens: Sequence[int]) -> np.ndarray:
             params = _final(SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
-            prompt = tokens_input(list(tokens), cache_salt=self.salt)
-            collector = await self._core.add(self._name(), prompt, params, rank)
-            entries = (await self._core.output(collector)).prompt_logprobs
-            given = zip(tokens[1:], entries[1:], strict=True)
+            name = str(next(self._names))
+            output = await self.core.generate(name, tokens, self.salt, params, rank)
+            given = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
             return np.array([entry[token].logprob for token, entry in given], dtype=np.float32)
 
         return list(await asyncio.gather(*(one(tokens) for tokens in sequences)))
@@ -147,10 +145,10 @@ class EngineClient:
             for victim in victims:
                 del self._live[victim.name]
             if victims:
-                await self._core.abort([victim.name for victim in victims])
+                await self.core.abort([victim.name for victim in victims])
             for rank in {victim.slot.rank for victim in victims}:
                 slots = [v.slot.number for v in victims if v.slot.rank == rank]
-                await self._core.rpc_of(rank, "forget", slots=slots)
+                await self.core.rpc_of(rank, "forget", slots=slots)
             for victim in victims:
                 self._slots.give(victim.slot)
         self._admit()
@@ -163,7 +161,8 @@ class EngineClient:
             task.cancel()
         for submission in submissions:
             if not submission.future.done():  # an abort may be under way
-                self._fail(submission, error)
+                self._ended(len(submission.requests) - len(submission.sampled))
+                submission.future.set_exception(error)
 
     def close(self) -> None:
         """Cancel the tasks of this client."""
@@ -175,21 +174,19 @@ class EngineClient:
             if (slot := self._slots.take()) is None:
                 return
             submission, index = self._waiting.popleft()
-            sequence = _Sequence(submission, index, slot, self._name())
+            sequence = _Sequence(submission, index, slot, str(next(self._names)))
             self._live[sequence.name] = sequence
             task = asyncio.ensure_future(self._sample(sequence))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _sample(self, sequence: _Sequence) -> None:
-        from vllm.inputs import tokens_input
-
-        request = sequence.submission.requests[sequence.index]
+        request, slot = sequence.submission.requests[sequence.index], sequence.slot
         try:
-            prompt = tokens_input(list(request.prompt_tokens), cache_salt=self.salt)
-            params = _sampling_params(request, sequence.slot.number)
-            collector = await self._core.add(sequence.name, prompt, params, sequence.slot.rank)
-            sequence.output = await self._core.output(collector)
+            params = _sampling_params(request, slot.number)
+            sequence.output = await self.core.generate(
+                sequence.name, request.prompt_tokens, self.salt, params, slot.rank
+            )
         except Exception as error:  # noqa: BLE001 - the futures raise it
             self._failed(error)
             return
@@ -205,7 +202,7 @@ class EngineClient:
             try:
                 async with self._records:
                     batch, self._finished = self._finished, []
-                    for rank in range(self._core.ranks):
+                    for rank in range(self.core.ranks):
                         if of_rank := [s for s in batch if s.slot.rank == rank]:
                             await self._take(rank, of_rank)
             except Exception as error:  # noqa: BLE001 - the futures raise it
@@ -216,7 +213,7 @@ class EngineClient:
     async def _take(self, rank: int, batch: list[_Sequence]) -> None:
         results = [sequence.output.outputs[0] for sequence in batch]
         lengths = [len(result.token_ids) for result in results]
-        answers = await self._core.rpc_of(
+        answers = await self.core.rpc_of(
             rank, "take_recorded", slots=[s.slot.number for s in batch], lengths=lengths
         )
         recorded = next(answer for answer in answers if answer is not None)
@@ -229,23 +226,14 @@ class EngineClient:
                 raise RuntimeError(f"vLLM ended a sequence: {sampled.finish_reason}")
             del self._live[sequence.name]
             self._slots.give(sequence.slot)
-            self._answer(sequence.submission, sequence.index, sampled)
-
-    def _answer(self, submission: Submission, index: int, sampled: Sampled) -> None:
-        if submission.future.done():  # failed while the record was fetched
-            return
-        submission.sampled[index] = sampled
-        self._ended(1)
-        if len(submission.sampled) == len(submission.requests):
-            ordered = [submission.sampled[i] for i in range(len(submission.requests))]
-            submission.future.set_result(ordered)
-
-    def _fail(self, submission: Submission, error: Exception) -> None:
-        self._ended(len(submission.requests) - len(submission.sampled))
-        submission.future.set_exception(error)
-
-    def _name(self) -> str:
-        return str(next(self._names))
+            submission = sequence.submission
+            if submission.future.done():  # failed while the record was fetched
+                continue
+            submission.sampled[sequence.index] = sampled
+            self._ended(1)
+            if len(submission.sampled) == len(submission.requests):
+                ordered = [submission.sampled[i] for i in range(len(submission.requests))]
+                submission.future.set_result(ordered)
 
 
 def _sampling_params(request: SampleRequest, slot: int) -> Any:

@@ -105,37 +105,31 @@ def exit_code(process: BaseProcess) -> int | None:
     return code
 
 
-class Start:
-    """Context manager around vLLM's start: kills the started processes on a timeout or on request.
+@contextmanager
+def starting(seconds: float = START_S) -> Iterator[threading.Event]:
+    """Wrap vLLM's start: kill what it starts after some seconds, or once the event is set.
 
     vLLM blocks the event loop while it starts. If it hangs, killing the processes that it started
     makes it return.
     """
+    before = set(multiprocessing.active_children())
+    told, over = threading.Event(), threading.Event()
 
-    def __init__(self, seconds: float = START_S) -> None:
-        self._before = set(multiprocessing.active_children())
-        self._told, self._over = threading.Event(), threading.Event()
-        self._watchdog = threading.Thread(target=self._watch, args=(seconds,), daemon=True)
-
-    def kill(self) -> None:
-        """Kill what was started, and what is started from now on."""
-        self._told.set()
-
-    def _watch(self, seconds: float) -> None:
-        self._told.wait(seconds)
-        while not self._over.is_set():
-            for process in set(multiprocessing.active_children()) - self._before:
+    def watch() -> None:
+        told.wait(seconds)
+        while not over.is_set():
+            for process in set(multiprocessing.active_children()) - before:
                 process.kill()
-            self._over.wait(_KILL_EVERY_S)  # a process becomes a child a moment after its start
+            over.wait(_KILL_EVERY_S)  # a process becomes a child a moment after its start
 
-    def __enter__(self) -> Start:
-        self._watchdog.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._told.set()
-        self._watchdog.join()
+    watchdog = threading.Thread(target=watch, daemon=True)
+    watchdog.start()
+    try:
+        yield told
+    finally:
+        over.set()
+        told.set()
+        watchdog.join()
 
 
 class Loop:
@@ -168,17 +162,17 @@ class Loop:
         Raises:
             TimeoutError: that takes too long.
         """
-        self.run(_settle(), timeout_s)
+
+        async def settle() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        self.run(settle(), timeout_s)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-async def _settle() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
 
 
 class EngineProcesses:
@@ -233,18 +227,24 @@ class EngineProcesses:
         """Process ids of the engine cores, one for each data-parallel rank."""
         return [process.pid for process in self._processes]
 
-    async def add(self, name: str, prompt: Any, params: Any, rank: int) -> Any:
-        """Give vLLM a request.
+    async def generate(
+        self, name: str, tokens: Sequence[int], salt: str, params: Any, rank: int
+    ) -> Any:
+        """Give vLLM a request and return its finished output; waits as long as the cores live.
 
-        Returns:
-            Its collector; `get` waits for the one output.
+        Args:
+            name: of the request.
+            tokens: the prompt.
+            salt: cached keys and values are reused only if they were computed under it.
+            params: vLLM's SamplingParams.
+            rank: data-parallel rank.
         """
-        return await self._call(
+        from vllm.inputs import tokens_input
+
+        prompt = tokens_input(list(tokens), cache_salt=salt)
+        collector = await self._call(
             self._llm.add_request(name, prompt, params, data_parallel_rank=rank), "a request"
         )
-
-    async def output(self, collector: Any) -> Any:
-        """Return the finished output of a request; waits as long as the cores live."""
         self._waiting += 1
         if self._watchdog is None:
             self._watchdog = asyncio.ensure_future(self._watch())

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bridge.delta import ChangedElements, changed_elements
+from bridge.delta import changed_elements
 from bridge.safetensors_io import read_headers, read_tensor
 from sampler.engine.requests import LoadReport
 
@@ -194,25 +194,19 @@ def patch_weights(model: Any, base_dir: Path, weights_dir: Path, *, reload: Relo
         if place.view is None or (place.packed and not tied):
             layers.add(place.module)
             continue
-        _overwrite(place, place.view, change)
         head_changed |= place.packed
+        where = list(np.unravel_index(change.indices, change.info.shape))
+        along = where[place.axis] - place.start
+        ours = (along >= 0) & (along < place.view.shape[place.axis])  # this rank's slice
+        if ours.any():
+            where[place.axis] = along
+            index = tuple(torch.from_numpy(axis[ours]).to(place.view.device) for axis in where)
+            values = as_torch(change.bits[ours].view(change.info.dtype))
+            with torch.no_grad():
+                place.view[index] = values.to(place.view.device, place.view.dtype)
     if layers:
         names = [name for name, place in places.items() if place.module in layers]
         reload((name, as_torch(read_tensor(new[name]))) for name in names)
     if head_changed:
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
     return True
-
-
-@torch.no_grad()
-def _overwrite(place: Place, view: torch.Tensor, change: ChangedElements) -> None:
-    """Write the changed elements of this rank's slice."""
-    where = list(np.unravel_index(change.indices, change.info.shape))
-    along = where[place.axis] - place.start
-    ours = (along >= 0) & (along < view.shape[place.axis])
-    if not ours.any():
-        return
-    where[place.axis] = along
-    index = tuple(torch.from_numpy(axis[ours]).to(view.device) for axis in where)
-    values = as_torch(change.bits[ours].view(change.info.dtype))
-    view[index] = values.to(view.device, view.dtype)

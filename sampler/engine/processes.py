@@ -313,8 +313,15 @@ def _folder() -> SocketFolder:
 
 
 def _with_libraries() -> str:
-    """Return what is preloaded already, and the libraries that vLLM preloads in an engine core."""
-    found = [path for package, pattern in _LIBRARIES for path in _find(package, pattern)]
+    """Return what is preloaded already, and the libraries that vLLM preloads in an engine core.
+
+    Each is the first match in the folder of its package, which is not imported.
+    """
+    found = []
+    for package, pattern in _LIBRARIES:
+        spec = find_spec(package)
+        folders = (spec.submodule_search_locations or []) if spec else []
+        found += [str(p) for folder in folders for p in sorted(Path(folder).glob(pattern))][:1]
     before = os.environ.get(_PRELOAD, "")
     return ":".join([*found, before] if before else found)
 
@@ -324,10 +331,3 @@ def _set_preload(value: str) -> None:
         os.environ[_PRELOAD] = value
     else:
         os.environ.pop(_PRELOAD, None)
-
-
-def _find(package: str, pattern: str) -> list[str]:
-    """Return the first match in the folder of a package, without importing it."""
-    spec = find_spec(package)
-    folders = (spec.submodule_search_locations or []) if spec else []
-    return [str(path) for folder in folders for path in sorted(Path(folder).glob(pattern))][:1]

@@ -18,15 +18,15 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from runspec.core.errors import one_line
 from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode
-from sampler.engine.checks import merge, require_same_bytes
+from sampler.engine.requests import merge, require_same_bytes
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -45,51 +45,20 @@ _READS = ("GET", "HEAD", "OPTIONS")
 _log = logging.getLogger(__name__)
 
 
-class Gate:
-    """Counts requests under way, and holds new ones while it is shut."""
-
-    def __init__(self) -> None:
-        self._opened, self._idle = asyncio.Event(), asyncio.Event()
-        self._opened.set()
-        self._idle.set()
-        self.running = 0
-
-    @asynccontextmanager
-    async def passing(self) -> AsyncIterator[None]:
-        """Wait until the gate is open; the request is under way inside the block."""
-        while not self._opened.is_set():  # it may be shut again before this task goes on
-            await self._opened.wait()
-        self.running += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self.running -= 1
-            if not self.running:
-                self._idle.set()
-
-    def shut(self) -> None:
-        self._opened.clear()
-
-    def open(self) -> None:
-        self._opened.set()
-
-    async def idle(self) -> None:
-        """Wait until no request is under way."""
-        await self._idle.wait()
-
-
 class VersionSwitch:
     """The middleware; vLLM makes it once, with `--middleware`."""
 
     def __init__(self, app: App) -> None:
-        self._app, self._gate = app, Gate()
+        self._app, self._running = app, 0
+        self._opened, self._idle = asyncio.Event(), asyncio.Event()
+        self._opened.set()
+        self._idle.set()
         self._settings = Settings(**json.loads(os.environ[VARIABLE]))
         self._version = self._settings.version
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            self._gate.shut()  # until the first version was compared with its files
+            self._opened.clear()  # until the first version was compared with its files
             moves = asyncio.create_task(self._follow(scope["app"].state))
             try:
                 await self._app(scope, receive, send)
@@ -101,18 +70,37 @@ class VersionSwitch:
             await self._answer(scope, receive, send)
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer a request once its body is here and no move is under way."""
         body = await read_body(receive)
-        if isinstance(body, tuple):
-            await _refuse(send, *body)
+        if isinstance(body, tuple):  # answered with OpenAI's error body
+            status, message = body
+            found = {"message": message, "type": "BadRequestError", "param": None, "code": status}
+            content = json.dumps({"error": found}).encode()
+            headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+            headers.append((b"content-length", str(len(content)).encode()))
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": content})
         if not isinstance(body, bytes):
             return
+        left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_again() -> Message:
+            return left.pop() if left else await receive()
 
         async def send_in_time(message: Message) -> None:
             async with asyncio.timeout(SEND_S):
                 await send(message)
 
-        async with self._gate.passing():
-            await self._app(scope, _again(body, receive), send_in_time)
+        while not self._opened.is_set():  # it may be cleared again before this task goes on
+            await self._opened.wait()
+        self._running += 1
+        self._idle.clear()
+        try:
+            await self._app(scope, receive_again, send_in_time)
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
 
     async def _follow(self, state: Any) -> None:
         """Carry out the moves that arrive on the socket, then end the server.
@@ -125,14 +113,14 @@ class VersionSwitch:
         try:
             await self._compare(state.engine_client, self._version, state.args.model)
             self._rename(state.openai_serving_models)
-            self._gate.open()
+            self._opened.set()
             writer.write(encode(Reply(self._version)))
             with suppress(ConnectionError):  # the command was killed
                 while line := await reader.readline():
                     running = await self._move(state, Move(**json.loads(line)))
                     writer.write(encode(Reply(self._version, running)))
         except Exception as failure:  # noqa: BLE001 - the command reports it
-            self._gate.shut()
+            self._opened.clear()
             _log.exception("the engine holds no version that may be served")
             why = f"{type(failure).__name__}: {one_line(str(failure), 500)}"
             writer.write(encode(Reply(self._version, error=why)))
@@ -147,16 +135,16 @@ class VersionSwitch:
             Number of requests that did not end in time; if it is not 0, the version stays.
         """
         engine = state.engine_client
-        self._gate.shut()
+        self._opened.clear()
         try:
             async with asyncio.timeout(self._settings.hold_s):
-                await self._gate.idle()
+                await self._idle.wait()
                 # The engine may still hold requests whose clients have gone.
                 await engine.pause_generation(mode="wait", clear_cache=True)
         except TimeoutError:
-            running = max(1, self._gate.running)
+            running = max(1, self._running)
             await engine.resume_generation()
-            self._gate.open()
+            self._opened.set()
             return running
         async with asyncio.timeout(LOAD_S):
             await engine.collective_rpc("reload_weights", kwargs={"weights_path": move.folder})
@@ -165,7 +153,7 @@ class VersionSwitch:
             await engine.resume_generation()
         self._version = move.version
         self._rename(state.openai_serving_models)
-        self._gate.open()
+        self._opened.set()
         return 0
 
     async def _compare(self, engine: Any, version: int, folder: str) -> None:
@@ -197,23 +185,3 @@ async def read_body(receive: Receive) -> bytes | tuple[int, str] | None:
                     return bytes(body)
     except TimeoutError:
         return 408, f"the body did not arrive within {BODY_S:g} s"
-
-
-def _again(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives the body once more, then what comes after it."""
-    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def received() -> Message:
-        return left.pop() if left else await receive()
-
-    return received
-
-
-async def _refuse(send: Send, status: int, message: str) -> None:
-    """Answer with OpenAI's error body."""
-    found = {"message": message, "type": "BadRequestError", "param": None}
-    content = json.dumps({"error": found | {"code": status}}).encode()
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    headers.append((b"content-length", str(len(content)).encode()))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})

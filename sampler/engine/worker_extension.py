@@ -1,7 +1,7 @@
 """Code that vLLM runs in its processes: sampling, executors, and methods mixed into its workers.
 
 Sampling is Gumbel-max through vLLM's public interface for logits processors. The arithmetic is in
-`gumbel_sampling`: the token that wins is a public function of the logits and the request's key.
+`sampling`: the token that wins is a public function of the logits and the request's key.
 Requests run at vLLM's temperature 0, without its own top-k and top-p, so that its greedy argmax
 picks the token, and carry slot, key, T, top-p and top-k in `extra_args`. Log-probs are taken here
 because vLLM's own are at T = 1, or after the noise, as its mode says.
@@ -37,11 +37,10 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from sampler.engine.gumbel_sampling import GumbelSampler, Rules
 from sampler.engine.loaded_weights import compare_weights, patch_weights
 from sampler.engine.processes import SPAWNED, record_exit_reason
-from sampler.engine.recorder import TokenRecorder, on_device
 from sampler.engine.requests import LoadReport, Recorded
+from sampler.engine.sampling import GumbelSampler, Rules, TokenRecorder, on_device
 
 _EVERYTHING = int(np.iinfo(np.int32).max)
 
@@ -218,7 +217,7 @@ class SamplerExtension:
         if self.device.type == "cpu" and self.model_runner.model_config.enforce_eager:
             # vLLM compiles small helpers even in eager mode; a CPU may have no compiler at hand.
             torch.compiler.set_stance("force_eager")
-        processor, model = self._processor(), self._model()
+        processor, model = self._processor(), self.model_runner.get_model()
         if not processor.records:
             return
         hidden_size = self.model_runner.model_config.get_hidden_size()
@@ -236,14 +235,12 @@ class SamplerExtension:
 
     def forget(self, slots: Sequence[int]) -> None:
         """Drop the records of sequences that were aborted; their slots are free."""
-        recorder = self._processor().recorder
-        if recorder is not None:
+        if (recorder := self._processor().recorder) is not None:
             recorder.forget(slots)
 
     def set_version(self, version: int) -> None:
         """Set the policy version of the tokens that are sampled from now on."""
-        recorder = self._processor().recorder
-        if recorder is not None:
+        if (recorder := self._processor().recorder) is not None:
             recorder.version = version
 
     def repack_tied_head(self) -> None:
@@ -252,7 +249,7 @@ class SamplerExtension:
         vLLM's reload copies the embedding into place and never processes the head, which the
         checkpoint does not hold; on CPUs the head multiplies by a packed copy made at load.
         """
-        model = self._model()
+        model = self.model_runner.get_model()
         if model.config.tie_word_embeddings:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
@@ -262,21 +259,17 @@ class SamplerExtension:
         def reload(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             self.model_runner.reload_weights(weights_iterator=tensors)
 
-        return patch_weights(self._model(), Path(base_dir), Path(weights_dir), reload=reload)
+        return patch_weights(
+            self.model_runner.get_model(), Path(base_dir), Path(weights_dir), reload=reload
+        )
 
     def compare_weights(self, weights_dir: str) -> LoadReport:
         """Read the weights back and compare them with the files; see `loaded_weights`."""
-        return compare_weights(self._model(), Path(weights_dir))
-
-    def _model(self) -> Any:
-        return self.model_runner.get_model()
+        return compare_weights(self.model_runner.get_model(), Path(weights_dir))
 
     def _processor(self) -> SeededSampler:
-        found = [
-            processor
-            for processor in self.model_runner.input_batch.logitsprocs.all
-            if isinstance(processor, SeededSampler)
-        ]
+        processors = self.model_runner.input_batch.logitsprocs.all
+        found = [each for each in processors if isinstance(each, SeededSampler)]
         if len(found) != 1:
             raise RuntimeError(f"{len(found)} seeded samplers in the engine instead of one")
         return found[0]

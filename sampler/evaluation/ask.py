@@ -402,8 +402,13 @@ def evaluate(
                     "problems": [asdict(each) for each in results],
                 }
                 if options.overlap:
-                    asked, trained = _texts(tasks, total), _trained(spec, options.weights)
-                    found[name]["overlap"] = [asdict(one) for one in overlaps(asked, trained)]
+                    trained: Iterable[tuple[str, str]] = ()
+                    if any(source.train for source in spec.data.sources):
+                        codec = PromptCodec.read(options.weights, spec.data)
+                        problems = Problems(spec, problem_filter(spec, codec, "train"))
+                        trained = _texts(problems, len(problems))
+                    rows = overlaps(_texts(tasks, total), trained)
+                    found[name]["overlap"] = [asdict(one) for one in rows]
     return found
 
 
@@ -411,11 +416,3 @@ def _texts(tasks: Any, count: int) -> Iterator[tuple[str, str]]:
     for index in range(count):
         problem = tasks.problem(index)
         yield problem.problem_id, problem.prompt
-
-
-def _trained(spec: RunSpec, tokenizer_dir: Path) -> Iterator[tuple[str, str]]:
-    """Yield id and text of all problems that the run trains on."""
-    if any(source.train for source in spec.data.sources):
-        codec = PromptCodec.read(tokenizer_dir, spec.data)
-        problems = Problems(spec, problem_filter(spec, codec, "train"))
-        yield from _texts(problems, len(problems))

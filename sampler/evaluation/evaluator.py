@@ -109,7 +109,12 @@ class Evaluator:
                 refuses the result, or the engine died twice.
         """
         begun, cpu = time.monotonic(), cpu_seconds()
-        questions = self._asked(evaluation, arrived.path)
+        if evaluation.name not in self._questions:
+            tasks: RunTask = self.up.enter_context(
+                closing(build_evaluation_set(self.spec, evaluation, arrived.path, self.data_dir))
+            )
+            self._questions[evaluation.name] = Questions.of(self.spec, evaluation, tasks)
+        questions = self._questions[evaluation.name]
         what = f"{evaluation.name} of version {arrived.version}"
         try:
             results = self._answers(questions, arrived, stop, what)
@@ -140,14 +145,6 @@ class Evaluator:
             *(what, f"{mean.value:.3f}" if mean else "unknown", graded, faults, result.wall_s),
         )
         return True
-
-    def _asked(self, evaluation: Evaluation, tokenizer_dir: Path) -> Questions:
-        if evaluation.name not in self._questions:
-            tasks: RunTask = self.up.enter_context(
-                closing(build_evaluation_set(self.spec, evaluation, tokenizer_dir, self.data_dir))
-            )
-            self._questions[evaluation.name] = Questions.of(self.spec, evaluation, tasks)
-        return self._questions[evaluation.name]
 
     def _answers(
         self, questions: Questions, arrived: Arrived, stop: threading.Event, what: str
@@ -216,50 +213,42 @@ class Arrivals(VersionWatch):
         return taken
 
     def _take_in(self, latest: Latest) -> None:
-        if found := self._due(self.newest, latest.version):
-            self._bring(found, latest.version, latest.manifest_digest)
+        """Fetch the last of the versions that are due; the publisher's signature is on each."""
+        if due_now := self._due(self.newest, latest.version):
+            *others, version = due_now
+            expected = latest.manifest_digest if version == latest.version else None
+            try:
+                path = self._client.fetch(
+                    version, manifest_digest=expected, deadline_s=self._fetch_s
+                )
+            except UserError as error:
+                text = "version %d is not evaluated, nobody serves it: %s"
+                self._log.warning(text, version, error)
+            else:
+                with self._changed:
+                    before, self._waiting = self._waiting, Arrived(version, path)
+                    self._changed.notify_all()
+                    self._client.prune({version, self._taken})
+                text = (
+                    "version %d is not evaluated: the evaluator was busy until version %d was there"
+                )
+                for skipped in [*([before.version] if before else []), *others]:
+                    self._log.warning(text, skipped, version)
         self.newest = latest.version  # not before: it may be the run's last
-
-    def _bring(self, versions: Sequence[int], newest: int, digest: str) -> None:
-        """Fetch the last of some due versions; the publisher's signature is on each."""
-        *others, version = versions
-        expected = digest if version == newest else None
-        try:
-            path = self._client.fetch(version, manifest_digest=expected, deadline_s=self._fetch_s)
-        except UserError as error:
-            self._log.warning("version %d is not evaluated, nobody serves it: %s", version, error)
-            return
-        with self._changed:
-            before, self._waiting = self._waiting, Arrived(version, path)
-            self._changed.notify_all()
-            self._client.prune({version, self._taken})
-        for skipped in [*([before.version] if before else []), *others]:
-            self._log.warning(
-                "version %d is not evaluated: the evaluator was busy until version %d was there",
-                *(skipped, version),
-            )
 
 
 Done = Collection[tuple[str, int]]
 """Evaluations and the versions of which they are done."""
 
 
-def is_due(evaluation: Evaluation, version: int, steps: int) -> bool:
-    """Return whether a version is one of those that are evaluated, in a run of so many steps."""
-    if version == 0:
-        return evaluation.at_start
-    if version == steps:
-        return evaluation.at_end
-    return version % evaluation.every == 0
-
-
 def due(spec: RunSpec, version: int, done: Done) -> list[Evaluation]:
     """Return the evaluations that a version is still to have."""
-    return [
-        each
-        for each in spec.evaluations
-        if is_due(each, version, spec.steps) and (each.name, version) not in done
-    ]
+    found = []
+    for each in spec.evaluations:
+        at_end = each.at_end if version == spec.steps else version % each.every == 0
+        if (each.at_start if version == 0 else at_end) and (each.name, version) not in done:
+            found.append(each)
+    return found
 
 
 def due_versions(spec: RunSpec, after: int, newest: int, done: Done) -> Sequence[int]:

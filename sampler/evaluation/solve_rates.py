@@ -72,17 +72,12 @@ class Progress:
         Raises:
             UserError: they cannot be written.
         """
-        for one in tries:
-            self.done[one.index] = one
-            self.write(json.dumps(asdict(one)).encode())
         with _said(self._path):
+            for one in tries:
+                self.done[one.index] = one
+                self._file.write(json.dumps(asdict(one)).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
-
-    def write(self, line: bytes) -> None:
-        """Write a line."""
-        with _said(self._path):
-            self._file.write(line + b"\n")
 
 
 @contextmanager
@@ -108,15 +103,19 @@ def open_progress(path: Path, about: Mapping[str, object]) -> Iterator[Progress]
                 place=str(path),
                 remedy="use the same model, data and settings, or delete the file to start again",
             )
-        done = _tries(lines[1:], path)
+        try:
+            found = [Tries(**json.loads(line)) for line in lines[1:]]
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                f"damaged: {error}", place=str(path), remedy="delete the file to start again"
+            ) from error
         file = path.open("r+b" if lines else "wb")
     with file:
         file.truncate(whole)
         file.seek(whole)
-        progress = Progress(path, file, done)
         if not lines:
-            progress.write(head)
-        yield progress
+            file.write(head + b"\n")
+        yield Progress(path, file, {one.index: one for one in found})
 
 
 @contextmanager
@@ -129,16 +128,6 @@ def _said(path: Path) -> Iterator[None]:
             place=str(path),
             remedy="free disk space or fix the permissions; the same command continues",
         ) from error
-
-
-def _tries(lines: list[bytes], path: Path) -> dict[int, Tries]:
-    try:
-        found = [Tries(**json.loads(line)) for line in lines]
-    except (ValueError, TypeError) as error:
-        raise UserError(
-            f"damaged: {error}", place=str(path), remedy="delete the file to start again"
-        ) from error
-    return {one.index: one for one in found}
 
 
 def measure(
@@ -241,10 +230,17 @@ def _measure(options: argparse.Namespace, log: logging.Logger) -> None:
         with open_progress(progress_path, about) as progress:
             if progress.done:
                 log.info("continuing after %d problems", len(progress.done))
-            missing = any(index not in progress.done for index in range(problems))
-            if missing and not _sample(asked, options, progress, log, stop):
-                log.info("stopped after %d problems", len(progress.done))
-                return
+            if any(index not in progress.done for index in range(problems)):
+                from sampler.engine.engine import Engine  # its import takes seconds
+
+                # The only version is loaded once, so weights never change in flight.
+                pool = pool.model_copy(update={"in_flight_updates": False})
+                with closing(Engine(pool, probe=False)) as engine:
+                    engine.load(options.model, 0)
+                    log.info("%d tries of %d problems", asked.samples, asked.count)
+                    if not measure(asked, engine, progress, log, stop):
+                        log.info("stopped after %d problems", len(progress.done))
+                        return
             done = {index: one for index, one in progress.done.items() if index < problems}
             write_rows(out, tasks, done, field=field, about=about)
         progress_path.unlink()
@@ -302,23 +298,6 @@ def _about(spec: RunSpec, tasks: RunTask, asked: Questions, model: Path) -> dict
     }
 
 
-def _sample(
-    asked: Questions,
-    options: argparse.Namespace,
-    progress: Any,
-    log: logging.Logger,
-    stop: threading.Event,
-) -> bool:
-    from sampler.engine.engine import Engine  # its import takes seconds
-
-    # The only version is loaded once, so weights never change in flight.
-    pool = asked.pool.model_copy(update={"in_flight_updates": False})
-    with closing(Engine(pool, probe=False)) as engine:
-        engine.load(options.model, 0)
-        log.info("%d tries of %d problems", asked.samples, asked.count)
-        return measure(asked, engine, progress, log, stop)
-
-
 def write_rows(
     path: Path,
     tasks: TaskSet,
@@ -346,17 +325,17 @@ def write_rows(
         [*texts, (field, pa.float64())],
         metadata={METADATA: json.dumps(about, sort_keys=True).encode()},
     )
-    rows = (_row(tasks, tries[index], field) for index in sorted(tries))
+
+    def row(index: int) -> dict[str, Any]:
+        problem = tasks.problem(index)
+        info = json.dumps(dict(problem.verification), ensure_ascii=False)
+        texts = (problem.problem_id, problem.task_type, problem.prompt, info)
+        return {**dict(zip(_TEXTS, texts, strict=True)), field: tries[index].rate}
+
+    rows = map(row, sorted(tries))
     with (
         atomic_file(path, remedy=_REMEDY) as file,
         pq.ParquetWriter(file, schema, compression="zstd") as writer,
     ):
         while group := list(islice(rows, _GROUP_ROWS)):
             writer.write_table(pa.Table.from_pylist(group, schema=schema))
-
-
-def _row(tasks: TaskSet, tries: Tries, field: str) -> dict[str, Any]:
-    problem = tasks.problem(tries.index)
-    info = json.dumps(dict(problem.verification), ensure_ascii=False)
-    texts = (problem.problem_id, problem.task_type, problem.prompt, info)
-    return {**dict(zip(_TEXTS, texts, strict=True)), field: tries.rate}

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from sampler.sandbox.probe import probe
+from sampler.sandbox import probe
 from sampler.sandbox.process import SET_A, SET_B
 
 

@@ -1,30 +1,30 @@
-"""Starts an isolated program, with the files that it may read, and controls it until its end."""
+"""Starts an isolated program within limits, controls it, and says how it ended."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Literal
 
 from sampler.sandbox import filter as seccomp
-from sampler.sandbox.inside import messages
+from sampler.sandbox.inside import control
+from sampler.sandbox.inside.kernel import READ_ALL, capabilities, landlock_abi
 from sampler.sandbox.inside.launcher import remove_scratch
-from sampler.sandbox.inside.limits import READ_ALL, capabilities, landlock_abi
-from sampler.sandbox.inside.messages import LANDLOCK, NAMESPACES, SECCOMP, Order
-from sampler.sandbox.limits import Finished, Limits, judge
 
 PYTHON = [sys.executable, "-I"]
 """How to start this interpreter in isolation; its arguments follow."""
-SET_A = (NAMESPACES,)
-SET_B = (LANDLOCK, SECCOMP)
+SET_A = (control.NAMESPACES,)
+SET_B = (control.LANDLOCK, control.SECCOMP)
 """Either set is enough. Namespaces hide everything else. Landlock forbids opening anything else,
 and seccomp forbids the calls that reach it in other ways."""
 
@@ -43,11 +43,122 @@ _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LC_ALL": "C.UTF-8",
     # A pool of threads for each core would count against the limits.
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     "MALLOC_ARENA_MAX": "2",
 }
+
+
+Outcome = Literal[
+    "exit", "signal", "time", "cpu", "memory", "processes", "files", "output", "killed"
+]
+
+
+_IN_WORDS: dict[Outcome, str] = {
+    "time": "it took too long",
+    "cpu": "it took too much CPU time",
+    "memory": "it took too much memory",
+    "processes": "it started too many processes",
+    "files": "it wrote too much",
+    "output": "it printed too much",
+    "killed": "killed",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one isolated program.
+
+    Attributes:
+        wall_s: seconds from its start; None is no limit.
+        cpu_s: seconds of CPU of all its processes together; None is no limit.
+        memory_bytes: address space of each process, and memory of all together. The sum is checked
+            every 50 ms; between two checks the limit is `processes * memory_bytes`.
+        processes: processes and threads at a time.
+        file_bytes: of a file, and of everything in the scratch directory.
+        output_bytes: of stdout and of stderr each, where `run` reads them.
+    """
+
+    wall_s: float | None = 10.0
+    cpu_s: float | None = 10.0
+    memory_bytes: int = 512 << 20
+    processes: int = 32
+    file_bytes: int = 16 << 20
+    output_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How an isolated program ended.
+
+    Attributes:
+        outcome: `exit` by itself, `signal` (a crash), or the limit that it hit: `time`, `cpu`,
+            `memory`, `processes`, `files`, `output`; `killed` by its parent. If the program itself
+            noticed the limit and ended (MemoryError, no further process), the last line of stderr
+            shows which one. A program can fake that line, but it has failed either way.
+        code: exit status with `exit`; minus the signal's number with `signal`; else -9.
+        stdout: its standard output, cut at the limit; empty after `start`.
+        stderr: the last 64 KiB of it.
+        wall_s, cpu_s: seconds; CPU time of all its processes, those that were killed up to the
+            last check.
+        peak_bytes: largest memory seen, of one process or of all.
+    """
+
+    outcome: Outcome
+    code: int
+    stdout: bytes = b""
+    stderr: bytes = b""
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_bytes: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended by itself with status 0."""
+        return self.outcome == "exit" and self.code == 0
+
+    def describe(self) -> str:
+        """Return one line: the limit that was hit, the signal, or the exit code with the last line
+        of stderr."""
+        if self.outcome == "exit":
+            last = self.stderr.decode(errors="replace").strip().splitlines()[-1:]
+            return " ".join([f"exit code {self.code}", *(line[:200] for line in last)])
+        if self.outcome != "signal":
+            return _IN_WORDS[self.outcome]
+        known = -self.code in set(signal.Signals)
+        return f"killed by {signal.Signals(-self.code).name if known else f'signal {-self.code}'}"
+
+
+_LAST_WORDS: dict[Outcome, tuple[bytes, ...]] = {
+    "memory": (b"MemoryError", b"terminate called after throwing an instance of 'std::bad_alloc"),
+    "processes": (b"BlockingIOError: [Errno 11]", b"RuntimeError: can't start new thread"),
+    "files": (b"OSError: [Errno 27]", b"OSError: [Errno 28]"),
+}
+
+
+def judge(message: Mapping[str, str], stderr: bytes, limits: Limits) -> Finished:
+    """Return how the program ended, from the launcher's last message: `verdict`, `wall_s`, `seen`,
+    `cpu_seen`, and, if the program ended by itself, `status`, `cpu_s`, `peak`."""
+    code = os.waitstatus_to_exitcode(int(message.get("status", signal.SIGKILL)))
+    verdict: Any = message.get("verdict", "killed")
+    if not verdict and "status" not in message:
+        verdict = "killed"  # the init process itself was killed from outside
+    cpu_s = max(float(message.get(name, 0.0)) for name in ("cpu_s", "cpu_seen"))
+    outcome: Outcome = verdict or ("signal" if code < 0 else "exit")
+    if not verdict:
+        last = stderr.rstrip().rpartition(b"\n")[2]
+        for limit, words in _LAST_WORDS.items():
+            if code != 0 and last.startswith(words):
+                outcome = limit
+        if code == -signal.SIGXCPU or (code == -9 and limits.cpu_s and cpu_s > limits.cpu_s):
+            outcome = "cpu"
+    return Finished(
+        outcome,
+        -9 if verdict else code,
+        stderr=stderr,
+        wall_s=float(message.get("wall_s", 0.0)),
+        cpu_s=cpu_s,
+        peak_bytes=max(int(message.get(name, 0)) for name in ("peak", "seen")),
+    )
 
 
 class NotIsolated(RuntimeError):
@@ -63,35 +174,44 @@ class Isolated:
     """
 
     def __init__(
-        self, supervisor: subprocess.Popen[bytes], control: socket.socket, limits: Limits
+        self,
+        supervisor: subprocess.Popen[bytes],
+        channel: socket.socket,
+        limits: Limits,
+        scratch: bytes,
     ) -> None:
         assert supervisor.stdin and supervisor.stdout and supervisor.stderr
         self.pid = supervisor.pid
         self.stdin: IO[bytes] = supervisor.stdin
         self.stdout: IO[bytes] = supervisor.stdout
         self.limits = limits
-        self._supervisor = supervisor
-        self._control = control
+        self._supervisor, self._control, self._scratch = supervisor, channel, scratch
         self._lock = threading.Lock()
         self._finished: Finished | None = None
-        self._scratch = b""
-        self._stderr = _Tail(supervisor.stderr, self.stop)
-
-    @property
-    def stderr(self) -> bytes:
+        self.stderr = b""
         """The last 64 KiB that the program wrote to stderr so far."""
-        return self._stderr.text
+        self._written, self._most = 0, float("inf")
+        self._reader = threading.Thread(target=self._read_stderr, name="stderr", daemon=True)
+        self._reader.start()
 
     @property
     def wrote_too_much(self) -> bool:
         """Whether it wrote more to stderr than `limit_stderr` allows."""
-        return self._stderr.over
+        return self._written > self._most
 
     def limit_stderr(self, limit: int) -> None:
         """End the program once it has written more than `limit` bytes to stderr."""
-        self._stderr.limit = limit
-        if self._stderr.over:
+        self._most = limit
+        if self.wrote_too_much:
             self.stop()
+
+    def _read_stderr(self) -> None:
+        assert self._supervisor.stderr
+        while part := os.read(self._supervisor.stderr.fileno(), PORTION_BYTES):
+            self.stderr = (self.stderr + part)[-STDERR_TAIL_BYTES:]
+            self._written += len(part)
+            if self.wrote_too_much:
+                self.stop()
 
     def stop(self) -> None:
         """Have the supervisor end the program, without waiting for it."""
@@ -138,15 +258,18 @@ class Isolated:
         self._control.setblocking(False)
         message: dict[str, str] = {}
         with contextlib.suppress(OSError):
-            message = messages.read_answer(self._control, socket.socket.recv)
-        self._stderr.close()
-        for stream in (self.stdin, self.stdout):
+            message = control.read_answer(self._control, socket.socket.recv)
+        streams = [self.stdin, self.stdout]
+        self._reader.join(END_S)  # the stream ends when all its writers have ended
+        if not self._reader.is_alive() and self._supervisor.stderr:
+            streams.append(self._supervisor.stderr)
+        for stream in streams:
             with contextlib.suppress(OSError):
                 stream.close()
         self._control.close()
         if self._scratch:
             remove_scratch(self._scratch)
-        return judge(message, self._stderr.text, self.limits)
+        return judge(message, self.stderr, self.limits)
 
     def _await_start(self) -> None:
         """Wait until the program runs.
@@ -156,7 +279,7 @@ class Isolated:
         """
         self._control.settimeout(START_S)
         try:
-            message = messages.read_answer(self._control, socket.socket.recv)
+            message = control.read_answer(self._control, socket.socket.recv)
         except TimeoutError:
             message = {"failed": f"the launcher said nothing for {START_S:g} s"}
         except ConnectionResetError:
@@ -172,41 +295,6 @@ class Isolated:
 
     def __exit__(self, *error: object) -> None:
         self.kill()
-
-
-class _Tail:
-    """Reads a stream on a thread of its own and stores its last bytes.
-
-    Args:
-        stream: of the program.
-        stop: called when the program has written more than `limit` bytes.
-    """
-
-    def __init__(self, stream: IO[bytes], stop: Callable[[], None]) -> None:
-        self._stream, self._stop = stream, stop
-        self.text = b""
-        """The last 64 KiB."""
-        self.total = 0
-        self.limit: int | None = None
-        self._thread = threading.Thread(target=self._read, name="stderr", daemon=True)
-        self._thread.start()
-
-    @property
-    def over(self) -> bool:
-        return self.limit is not None and self.total > self.limit
-
-    def close(self) -> None:
-        """Wait for the end of the stream, which comes when all its writers have ended."""
-        self._thread.join(END_S)
-        if not self._thread.is_alive():
-            self._stream.close()
-
-    def _read(self) -> None:
-        while part := os.read(self._stream.fileno(), PORTION_BYTES):
-            self.text = (self.text + part)[-STDERR_TAIL_BYTES:]
-            self.total += len(part)
-            if self.over:
-                self._stop()
 
 
 def launch(
@@ -234,7 +322,32 @@ def launch(
     Raises:
         NotIsolated: a mechanism fails, or the program or a path is missing.
     """
-    order = _order(command, limits, files or {}, readable, tuple(mechanisms))
+    contained = control.NAMESPACES in mechanisms
+    if mechanisms and not contained and not set(SET_B) <= set(mechanisms):
+        raise ValueError(f"{tuple(mechanisms)} isolate nothing: {SET_A} or {SET_B} is needed")
+    try:
+        real, links = resolve_paths([*_interpreter(), Path(command[0]), *readable])
+    except FileNotFoundError as error:
+        raise NotIsolated(str(error)) from None
+    for name in files or ():
+        if name.startswith("/") or ".." in name.split("/") or "\0" in name or not name:
+            raise ValueError(f"{name!r} is no path below the scratch directory")
+    program = b""
+    if control.SECCOMP in mechanisms:
+        program = seccomp.build(contained=contained, signals_scoped=landlock_abi() >= 6)
+    read_all = not contained and bool(capabilities() & READ_ALL) and not open_to_all(real)
+    order = control.Order(
+        command=[os.fsencode(word) for word in command],
+        environment={k.encode(): v.encode() for k, v in _ENVIRONMENT.items()},
+        files=[(os.fsencode(name), content) for name, content in (files or {}).items()],
+        readable=real,
+        links=links,
+        mechanisms=list(mechanisms),
+        filter=program,
+        scratch=b"" if contained else os.fsencode(tempfile.mkdtemp(prefix="sandbox-")),
+        read_all=read_all,
+        **vars(limits),
+    )
     ours, theirs = socket.socketpair()
     try:
         with theirs:
@@ -253,56 +366,17 @@ def launch(
         if order.scratch:
             remove_scratch(order.scratch)
         raise
-    process = Isolated(supervisor, ours, limits)
-    process._scratch = order.scratch
+    process = Isolated(supervisor, ours, limits, order.scratch)
     try:
         # A launcher that ended too early wrote its reason to stderr.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             ours.settimeout(START_S)
-            ours.sendall(messages.encode_order(vars(order)))
+            ours.sendall(control.encode_order(order))
         process._await_start()
     except BaseException:
         process.kill()
         raise
     return process
-
-
-def _order(
-    command: Sequence[str],
-    limits: Limits,
-    files: Mapping[str, bytes],
-    readable: Sequence[Path],
-    mechanisms: tuple[str, ...],
-) -> Order:
-    contained = NAMESPACES in mechanisms
-    if mechanisms and not contained and not set(SET_B) <= set(mechanisms):
-        raise ValueError(f"{mechanisms} isolate nothing: {SET_A} or {SET_B} is needed")
-    try:
-        real, links = resolve_paths([*_interpreter(), Path(command[0]), *readable])
-    except FileNotFoundError as error:
-        raise NotIsolated(str(error)) from None
-    order = Order()
-    order.command = [os.fsencode(word) for word in command]
-    order.environment = {k.encode(): v.encode() for k, v in _ENVIRONMENT.items()}
-    order.files = [(_inside(name), content) for name, content in files.items()]
-    order.readable, order.links = real, links
-    order.mechanisms = list(mechanisms)
-    if SECCOMP in mechanisms:
-        order.filter = seccomp.build(contained=contained, signals_scoped=landlock_abi() >= 6)
-    order.wall_s, order.cpu_s = limits.wall_s or 0.0, limits.cpu_s or 0.0
-    order.memory, order.processes = limits.memory_bytes, limits.processes
-    order.file_bytes = limits.file_bytes
-    if not contained:
-        order.read_all = bool(capabilities() & READ_ALL) and not open_to_all(real)
-        order.scratch = os.fsencode(tempfile.mkdtemp(prefix="sandbox-"))
-    return order
-
-
-def _inside(name: str) -> bytes:
-    """Return a file's name as bytes; refuse one outside of the scratch directory."""
-    if name.startswith("/") or ".." in name.split("/") or "\0" in name or not name:
-        raise ValueError(f"{name!r} is no path below the scratch directory")
-    return os.fsencode(name)
 
 
 @cache

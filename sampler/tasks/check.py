@@ -1,7 +1,7 @@
 """`python -m sampler check`: reads a run's problems and tries its graders, before a role starts.
 
 It imports the plug-ins, so `runspec` runs it in a separate process. The rows it selects are cached
-for the roles (`sampler.tasks.sources.file_source`).
+for the roles (`sampler.tasks.file_source`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from runspec.core.process import run_role
 from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import Reward, RunSpec
 from runspec.core.spec.schema_fields import close_match
-from sampler.tasks.grading.answers import Answer
-from sampler.tasks.grading.graders import Graders
-from sampler.tasks.grading.launch import require_graders
+from sampler.tasks.answers import Answer
+from sampler.tasks.file_source import FileSource
+from sampler.tasks.graders import Graders
+from sampler.tasks.gym import origin_of
 from sampler.tasks.interfaces import Keep, ProblemSource, make_source, make_term
+from sampler.tasks.launch import require_graders
 from sampler.tasks.prompts import PromptCodec
-from sampler.tasks.rewards.code.formats import read_tests
-from sampler.tasks.rewards.gym import origin_of
+from sampler.tasks.rewards.code_tests import read_tests
 from sampler.tasks.rewards.math import truths_of
 from sampler.tasks.task_set import problem_filter
 from verify.plugins import GraderFault, Problem, load_warm_start_data
@@ -114,17 +115,17 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; return its exit code."""
-    return run_role(NAME, lambda log: _report(options))
+    """Run the command, and print the result alone to standard output; return the exit code."""
 
+    def report(log: logging.Logger) -> None:
+        with os.fdopen(os.dup(1), "w") as out:
+            os.dup2(2, 1)  # what plug-ins print goes to standard error
+            checked = check(load_resolved(options.folder), options.model)
+            keys = ("place", "thing", "remedy")
+            faults = [{key: getattr(fault, key) for key in keys} for fault in checked.faults]
+            print(json.dumps({"faults": faults, "notes": checked.notes}), file=out)
 
-def _report(options: argparse.Namespace) -> None:
-    """Print the result, and nothing else, to standard output."""
-    with os.fdopen(os.dup(1), "w") as out:
-        os.dup2(2, 1)  # what plug-ins print goes to standard error
-        checked = check(load_resolved(options.folder), options.model)
-        faults = [{"place": f.place, "thing": f.thing, "remedy": f.remedy} for f in checked.faults]
-        print(json.dumps({"faults": faults, "notes": checked.notes}), file=out)
+    return run_role(NAME, report)
 
 
 def check(spec: RunSpec, model: Path | None) -> Checked:
@@ -135,7 +136,12 @@ def check(spec: RunSpec, model: Path | None) -> Checked:
         model: a directory with the tokenizer of `model.hf`; None if it is not on this machine.
     """
     checked = Checked(spec.data.max_prompt_tokens)
-    rewards = list(_working(spec, checked))
+    rewards = []  # those that grade tasks and whose plug-ins can be imported and created
+    for reward in spec.reward:
+        _log.info("importing the kind %s of reward", reward.kind)
+        with checked.catching(f"reward.{reward.name}", reward.kind):
+            if make_term(reward).role == "task":
+                rewards.append(reward)
     sources = _read(spec, Keep(), checked)
     if len(sources) == len(spec.data.sources):
         _measure(spec, model, checked)
@@ -148,8 +154,12 @@ def _measure(spec: RunSpec, model: Path | None, checked: Checked) -> None:
     """Encode every prompt, as the roles will, and note how many problems are left."""
     codec = None
     if spec.warm_start is not None and spec.model.shape is not None:
-        with checked.catching("warm_start"):
-            codec = _warm_start_codec(spec)
+        with checked.catching("warm_start"), TemporaryDirectory(prefix="runspec-") as folder:
+            data = load_warm_start_data(spec)
+            # Some traces are drawn as a test.
+            data.traces(np.random.default_rng(spec.seed), _TRACES, "train")
+            data.write_tokenizer(Path(folder))
+            codec = PromptCodec.read(Path(folder), spec.data)
     elif model is None:
         checked.notes.append("the tokenizer is not on this machine: no prompt was measured")
     else:
@@ -157,16 +167,9 @@ def _measure(spec: RunSpec, model: Path | None, checked: Checked) -> None:
             codec = PromptCodec.read(model, spec.data)
     if codec is not None:
         fitting = _read(spec, problem_filter(spec, codec, "train"), checked)
-        checked.notes += [f"source {name}: {_count(each)}" for name, each in fitting.items()]
-
-
-def _working(spec: RunSpec, checked: Checked) -> Iterator[Reward]:
-    """Yield the rewards that grade tasks and whose plug-ins can be imported and created."""
-    for reward in spec.reward:
-        _log.info("importing the kind %s of reward", reward.kind)
-        with checked.catching(f"reward.{reward.name}", reward.kind):
-            if make_term(reward).role == "task":
-                yield reward
+        for name, source in fitting.items():
+            rows = source.summary if isinstance(source, FileSource) else ""
+            checked.notes.append(f"source {name}: {rows or f'{len(source)} to train on'}")
 
 
 def _read(spec: RunSpec, keep: Keep, checked: Checked) -> dict[str, ProblemSource]:
@@ -185,15 +188,6 @@ def _read(spec: RunSpec, keep: Keep, checked: Checked) -> dict[str, ProblemSourc
     return found
 
 
-def _warm_start_codec(spec: RunSpec) -> PromptCodec:
-    """Return the codec of the warm start's tokenizer, after drawing some traces as a test."""
-    data = load_warm_start_data(spec)
-    data.traces(np.random.default_rng(spec.seed), _TRACES, "train")
-    with TemporaryDirectory(prefix="runspec-tokenizer-") as folder:
-        data.write_tokenizer(Path(folder))
-        return PromptCodec.read(Path(folder), spec.data)
-
-
 def _read_verifications(
     rewards: Sequence[Reward], sources: Mapping[str, ProblemSource], checked: Checked
 ) -> None:
@@ -201,8 +195,6 @@ def _read_verifications(
 
     Problems that a source generates are left out: their number may be very large.
     """
-    from sampler.tasks.sources.file_source import FileSource  # imports pyarrow
-
     kinds = {reward.kind for reward in rewards} & VERIFICATIONS.keys()
     for name, source in sources.items():
         if not isinstance(source, FileSource) or not source.task_types & kinds:
@@ -226,15 +218,6 @@ def _unreadable(problem: Problem) -> str:
     except Exception as error:  # noqa: BLE001 - rows may hold anything
         return str(error) or type(error).__name__
     return ""
-
-
-def _count(source: ProblemSource) -> str:
-    """Describe how many problems a source has and, for rows, how many are left out."""
-    from sampler.tasks.sources.file_source import FileSource  # imports pyarrow
-
-    if isinstance(source, FileSource):
-        return source.summary
-    return f"{len(source)} to train on"
 
 
 def _try_graders(

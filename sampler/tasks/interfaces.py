@@ -1,11 +1,11 @@
 """Interfaces of sources and reward terms, which are found by kind among the entry points.
 
 [project.entry-points."runspec.sources"]
-reasoning_gym = "sampler.tasks.sources.gym:GymSource"
+reasoning_gym = "sampler.tasks.gym:GymSource"
 
 [project.entry-points."runspec.rewards"]
-reasoning_gym = "sampler.tasks.rewards.gym:GymReward"
-target_length = "sampler.tasks.rewards.target_length:TargetLengthReward"
+reasoning_gym = "sampler.tasks.gym:GymReward"
+target_length = "sampler.tasks.interfaces:TargetLengthReward"
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class TaskTerm(Protocol):
 
     role: ClassVar[Literal["task"]] = "task"
     isolated: ClassVar[bool] = True
-    """Whether `score` runs in a grader process (`sampler.tasks.grading`), which has no network, no
+    """Whether `score` runs in a grader process (`sampler.tasks.graders`), which has no network, no
     environment and nothing to write to. Otherwise it runs in a thread of the caller; that is for
     terms that start a sandbox of their own."""
     repeatable: ClassVar[bool] = True
@@ -138,15 +138,6 @@ def make_term(reward: Reward) -> TaskTerm | LengthTerm:
     return completed(reward_entry_point(reward).load())(reward)
 
 
-def length_term(rewards: Sequence[Reward]) -> LengthTerm | None:
-    """Return the term that judges lengths; None if there is none."""
-    for reward in rewards:
-        term = make_term(reward)
-        if term.role == "length":
-            return term
-    return None
-
-
 def find_kind(kind: str) -> Kind:
     """Return the class of a kind of reward.
 
@@ -194,3 +185,33 @@ def _entry_point(group: str, kind: str, place: str) -> EntryPoint:
             remedy=f"install a package with an entry point {kind!r} in {group}",
         )
     return found[kind]
+
+
+class TargetLengthReward(LengthTerm):
+    """P of R = T + P by `form`, with T the task reward and l the output's length in tokens:
+
+    - `exact`: R = T - alpha |target - l| (INTELLECT-2, section 3.1.2);
+    - `max`: R = T clip(alpha (target - l) + 0.5, 0, 1) (arXiv 2503.04697);
+    - `clip`: R = T if l <= target else 0.
+
+    Raises:
+        UserError: no form, or no alpha where the form needs one.
+    """
+
+    def __init__(self, reward: Reward) -> None:
+        if reward.form is None or (reward.alpha is None and reward.form != "clip"):
+            raise UserError(
+                "kind target_length needs form and alpha", place=f"reward.{reward.name}"
+            )
+        self._form = reward.form
+        self._alpha = reward.alpha or 0.0
+
+    def penalty(self, task_reward: float, target: int, length: int) -> float:
+        """Return P in units of reward; `target` and `length` are in tokens."""
+        if self._form == "exact":
+            return -self._alpha * abs(target - length)
+        if self._form == "max":
+            factor = min(max(self._alpha * (target - length) + 0.5, 0.0), 1.0)
+        else:
+            factor = 1.0 if length <= target else 0.0
+        return task_reward * (factor - 1.0)

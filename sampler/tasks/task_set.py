@@ -16,18 +16,17 @@ from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
 from runspec.core.spec.schema import Evaluation, RunSpec
 from runspec.core.spec.source_files import data_digest, redirected
-from sampler.tasks.grading.answers import Answer, Result
-from sampler.tasks.grading.graders import Graders
-from sampler.tasks.grading.launch import require_graders
+from sampler.tasks.answers import Answer, Result
+from sampler.tasks.graders import Graders
 from sampler.tasks.interfaces import (
     Keep,
-    LengthTerm,
     Part,
     ProblemSource,
     Score,
-    length_term,
     make_source,
+    make_term,
 )
+from sampler.tasks.launch import require_graders
 from sampler.tasks.prompts import PromptCodec
 from verify.plugins import Graded, GradeItem, GraderFault, Problem, Split
 
@@ -169,7 +168,8 @@ class RunTask:
         self.targets = target_lengths(spec)
         self._codec = codec
         self._problems = problems
-        self._length_term: LengthTerm | None = length_term(spec.reward)
+        terms = map(make_term, spec.reward)
+        self._length_term = next((term for term in terms if term.role == "length"), None)
         self._graders = Graders(spec.reward)
         if ungraded := problems.task_types - self._graders.rules.keys():
             raise UserError(
@@ -213,6 +213,7 @@ class RunTask:
     def _graded(
         self, item: GradeItem, problem: Problem, score: Score, answer: str | None
     ) -> Graded | GraderFault:
+        """Return the reward of an output with its length penalty."""
         penalty = 0.0
         if self._length_term is not None and item.target is not None:
             penalty = self._length_term.penalty(score.value, item.target, len(item.output_tokens))

@@ -18,7 +18,6 @@ import re
 import string
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -39,6 +38,15 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '\\n<think>' }}{% endif %}"
 )
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": EOS,
+    "pad_token": PAD,
+    "unk_token": UNKNOWN,
+    "clean_up_tokenization_spaces": False,
+    "chat_template": CHAT_TEMPLATE,
+}
+"""Contents of tokenizer_config.json, as transformers and vLLM read it."""
 _WORD = re.compile(r" ?(?:[a-z]+|[0-9]+)")
 # The last word of a line is never one token: it is the subject of the problem, and the policy has
 # to spell it even if every prompt has it.
@@ -47,16 +55,6 @@ _WORD_BEGINS = r"(?<![a-z0-9])"
 _SAMPLED_PROBLEMS = 64
 _SAMPLED_FOR_CHARACTERS = 1000
 _SHORTEST = 4
-
-
-def boilerplate(texts: Sequence[str]) -> list[str]:
-    """Return the words and numbers that all texts have, with the blank before each, if any.
-
-    Args:
-        texts: prompts of different problems.
-    """
-    common = set.intersection(*(set(_WORD.findall(text.lower())) for text in texts))
-    return sorted(common)
 
 
 def build_tokenizer(
@@ -80,36 +78,20 @@ def build_tokenizer(
             remedy=f"make it at least {len(tokens)}",
         )
     tokens += [f"<unused{i}>" for i in range(vocab_size - len(tokens))]
+    # An Oniguruma pattern that splits text into known words and single characters.
+    whole = [
+        ("" if word.startswith(" ") else _WORD_BEGINS) + re.escape(word) + _WORD_ENDS
+        for word in sorted(words, key=lambda word: (-len(word), word))
+    ]
+    pieces = "(?m)" + "|".join([*whole, "."])  # (?m): the dot also matches a line break
     tokenizer = Tokenizer(
         WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=UNKNOWN)
     )
     tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_pieces(words)), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     return tokenizer
-
-
-def tokenizer_config() -> dict[str, Any]:
-    """Return tokenizer_config.json, as transformers and vLLM read it."""
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": EOS,
-        "pad_token": PAD,
-        "unk_token": UNKNOWN,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-
-
-def _pieces(words: Sequence[str]) -> str:
-    """Return an Oniguruma pattern that splits text into known words and single characters."""
-    longest_first = sorted(words, key=lambda word: (-len(word), word))
-    whole = [
-        ("" if word.startswith(" ") else _WORD_BEGINS) + re.escape(word) + _WORD_ENDS
-        for word in longest_first
-    ]
-    return "(?m)" + "|".join([*whole, "."])  # (?m): the dot also matches a line break
 
 
 class WarmStartTraces:
@@ -120,7 +102,7 @@ class WarmStartTraces:
         self._targets = target_lengths(spec)
         self._longest = min(pool.max_new_tokens for pool in spec.samplers)
         self._tokenizer = tokenizer
-        files = TokenizerFiles(tokenizer, tokenizer_config(), "the warm start's tokenizer")
+        files = TokenizerFiles(tokenizer, TOKENIZER_CONFIG, "the warm start's tokenizer")
         self._codec = PromptCodec(files, spec.data)
         splits: tuple[Split, ...] = ("train", "held_out")
         self._problems = {
@@ -132,32 +114,32 @@ class WarmStartTraces:
     def write_tokenizer(self, directory: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json into an existing directory."""
         write_atomic(directory / "tokenizer.json", self._tokenizer.to_str(pretty=True).encode())
-        config = json.dumps(tokenizer_config(), indent=2)
+        config = json.dumps(TOKENIZER_CONFIG, indent=2)
         write_atomic(directory / "tokenizer_config.json", config.encode())
 
     def traces(self, rng: np.random.Generator, count: int, split: Split) -> list[Trace]:
         """Return `count` traces of problems drawn with replacement."""
-        problems = self._problems[split]
-        return [self._trace(rng, problems, int(rng.integers(len(problems)))) for _ in range(count)]
+        return [self._trace(rng, self._problems[split]) for _ in range(count)]
 
-    def _trace(self, rng: np.random.Generator, problems: Problems, index: int) -> Trace:
-        problem = problems.problem(index)
+    def _trace(self, rng: np.random.Generator, problems: Problems) -> Trace:
+        problem = problems.problem(int(rng.integers(len(problems))))
         target = int(rng.choice(self._targets)) if self._targets else None
-        answer = self._codec.encode(_answer(problem))
-        if self._codec.token(UNKNOWN) in answer:
+        codec, text = self._codec, _answer(problem)
+        answer = codec.encode(text)
+        if codec.token(UNKNOWN) in answer:
             raise UserError(
-                f"the answer {_answer(problem)[:80]!r} has characters that the tokenizer lacks",
+                f"the answer {text[:80]!r} has characters that the tokenizer lacks",
                 place=f"problem {problem.problem_id}",
                 remedy=f"write it with characters that the first {_SAMPLED_FOR_CHARACTERS} "
                 "problems have, or leave the row out",
             )
         length = self._length(rng, target, shortest=len(answer) + 2)
         thinking = length - len(answer) - 2
-        draft = [*answer, *self._codec.encode(",")]
+        draft = [*answer, *codec.encode(",")]
         drafts = (draft * (thinking // len(draft) + 1))[:thinking]
-        output = [*drafts, self._codec.token(THINK_END), *answer, self._codec.token(EOS)]
+        output = [*drafts, codec.token(THINK_END), *answer, codec.token(EOS)]
         return Trace(
-            prompt_tokens=self._codec.prompt_tokens(problem.prompt, target),
+            prompt_tokens=codec.prompt_tokens(problem.prompt, target),
             output_tokens=output,
             answer_start=thinking + 1,
         )
@@ -217,10 +199,9 @@ def build_warm_start_data(spec: RunSpec) -> WarmStartTraces:
     characters = {c for each in looked_at for c in f"{each.prompt}{_answer(each)}".lower()}
     sample = [each.prompt for each in looked_at[:_SAMPLED_PROBLEMS]]
     targets: list[int | None] = [*target_lengths(spec)] or [None]
-    words = {
-        word
-        for target in targets
-        for word in boilerplate([unformatted(spec.data, text, target) for text in sample])
-    }
+    words = set[str]()
+    for target in targets:  # the words and numbers that all prompts have, with the blank before
+        texts = [unformatted(spec.data, text, target).lower() for text in sample]
+        words |= set.intersection(*(set(_WORD.findall(text)) for text in texts))
     tokenizer = build_tokenizer(sorted(words), spec.model.shape.vocab_size, sorted(characters))
     return WarmStartTraces(spec, spec.warm_start.obey_share, tokenizer)

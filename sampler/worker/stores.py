@@ -124,39 +124,37 @@ class Outbox:
         Returns:
             The leases whose submissions are on the disk now.
         """
+        kept = []
         with self._lock:
-            return [lease for lease, made in self._made.items() if self._kept(lease, made)]
+            for lease, made in self._made.items():
+                path, data = self._folder / f"{lease}{_SUFFIX}", made.envelope + b"\n" + made.table
+                try:
+                    write_atomic(path, data)
+                    kept.append(lease)
+                except UserError as error:
+                    self._log.warning(
+                        "a submission is lost, its lease can be sampled again: %s", error
+                    )
+        return kept
 
     def load(self) -> dict[str, Made]:
         """Return the submissions that an earlier process stored, by lease; remove damaged ones."""
         remove_leftovers(self._folder)
         for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
             try:
-                self.put(path.stem, self._read(path))
+                data = read_bounded(path, MAX_ENVELOPE_BYTES + self._max_bytes)
+                envelope, _, table = data.partition(b"\n")
+                said = open_submission(envelope)
+                if (said.run, said.worker, said.lease) != (self._run, self._worker, path.stem):
+                    raise BadSignature("submission: of another run, worker or lease")
+                if len(table) > self._max_bytes or digest_bytes(table) != said.digest:
+                    raise BadSignature("submission: the table is not the one that was signed")
+                self.put(path.stem, Made(envelope, table))
             except (OSError, UserError, BadSignature) as error:
                 self._log.warning("%s is no submission to send: %s", path, error)
                 self.settle(path.stem)
         with self._lock:
             return dict(self._made)
-
-    def _kept(self, lease: str, made: Made) -> bool:
-        try:
-            data = made.envelope + b"\n" + made.table
-            write_atomic(self._folder / f"{lease}{_SUFFIX}", data)
-        except UserError as error:
-            self._log.warning("a submission is lost, its lease can be sampled again: %s", error)
-            return False
-        return True
-
-    def _read(self, path: Path) -> Made:
-        data = read_bounded(path, MAX_ENVELOPE_BYTES + self._max_bytes)
-        envelope, _, table = data.partition(b"\n")
-        said = open_submission(envelope)
-        if (said.run, said.worker, said.lease) != (self._run, self._worker, path.stem):
-            raise BadSignature("submission: of another run, worker or lease")
-        if len(table) > self._max_bytes or digest_bytes(table) != said.digest:
-            raise BadSignature("submission: the table is not the one that was signed")
-        return Made(envelope, table)
 
 
 FIRST_S = 600.0

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -23,17 +23,8 @@ from runspec.core.signed import SigningKey
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from sampler.engine.engine import Engine, EngineDied, same_death_is_final
 from sampler.engine.requests import GenerationAborted, NoVersion, Sampled
-from sampler.worker.rollouts import (
-    Ask,
-    Load,
-    Situation,
-    Submit,
-    Wait,
-    claim_rewards,
-    make_rollouts,
-    next_action,
-    plan_rollouts,
-)
+from sampler.worker import rollouts
+from sampler.worker.rollouts import Ask, Load, Submit, Wait
 from sampler.worker.stores import Background, Event, HeldLease, Made, Meter, Outbox, Versions
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
 from verify.formats.lease import lease_digest, open_lease
@@ -106,7 +97,11 @@ class Worker:
             RunStopped: the engine died twice for the same reason.
         """
         try:
-            self._send_kept()
+            # What an earlier process stored is sent beside the first leases.
+            for lease, made in self._outbox.load().items():
+                self._log.info("sending the stored submission of lease %s", lease[:16])
+                self._client.hold(lease)
+                self._submit(lease, partial(self._hand_in, lease, made))
             while not stop.is_set():
                 self._act()
             self._leave()
@@ -140,32 +135,12 @@ class Worker:
         """Return the rollouts to sign, unchanged. Dishonest workers of the tests override this."""
         return rollouts
 
-    def _send_kept(self) -> None:
-        """Submit the stored submissions of an earlier process, beside the first leases."""
-        for lease, made in self._outbox.load().items():
-            self._log.info("sending the stored submission of lease %s", lease[:16])
-            self._client.hold(lease)
-            self._submit(lease, partial(self._hand_in, lease, made))
-
     def _act(self) -> None:
         """Handle all events that have arrived, then perform one action or wait for the next
         event."""
         while not self._events.empty():
             self._events.get()()
-        match next_action(self._situation()):
-            case Ask():
-                self._asking = True
-                self._asker.add(self._next_lease)
-            case Load(version):
-                self._switch(version)
-            case Submit(digest):
-                self._sample(self._held[digest])
-            case Wait():
-                with suppress(queue.Empty):
-                    self._events.get(timeout=_LOOK_S)()
-
-    def _situation(self) -> Situation:
-        return Situation(
+        now = rollouts.Situation(
             leases=list(self._held.values()),
             loaded=self._engine.version,
             running=self._engine.running,
@@ -174,6 +149,22 @@ class Worker:
             in_flight=self._pool.in_flight_updates,
             newest=self._versions.newest,
         )
+        match rollouts.next_action(now):
+            case Ask():
+                self._asking = True
+                self._asker.add(self._next_lease)
+            case Load(version):
+                leases = [h.lease for h in self._held.values() if h.lease.version == version]
+                digest = leases[0].manifest_digest if leases else None
+                self.load(version, self._versions.get(version, digest))
+            case Submit(digest):
+                held = self._held[digest]
+                held.stage, held.since = "sampling", time.monotonic()
+                self._meter.lease_began()
+                self._submit_requests(held)
+            case Wait():
+                with suppress(queue.Empty):
+                    self._events.get(timeout=_LOOK_S)()
 
     def _granted(self, held: HeldLease | None, error: BaseException | None = None) -> None:
         """Take in the answer to a request for a lease: None if there is none now."""
@@ -206,21 +197,11 @@ class Worker:
                 )
             self._versions.get(lease.version, lease.manifest_digest)
             size = self._spec.grpo.group_size
-            plan = plan_rollouts(lease, self._tasks, self._pool, group_size=size)
+            plan = rollouts.plan_rollouts(lease, self._tasks, self._pool, group_size=size)
             held = HeldLease(lease_digest(data), lease.version, "waiting", lease=lease, plan=plan)
             return partial(self._granted, held)
         except BaseException as error:  # noqa: BLE001 - raised again by the loop
             return partial(self._granted, None, error)
-
-    def _switch(self, version: int) -> None:
-        leases = [h.lease for h in self._held.values() if h.lease.version == version]
-        digest = leases[0].manifest_digest if leases else None
-        self.load(version, self._versions.get(version, digest))
-
-    def _sample(self, held: HeldLease) -> None:
-        held.stage, held.since = "sampling", time.monotonic()
-        self._meter.lease_began()
-        self._submit_requests(held)
 
     def _submit_requests(self, held: HeldLease) -> None:
         try:
@@ -265,7 +246,12 @@ class Worker:
         ends = time.monotonic() + DEATH_S
         while self._engine.version is None and self._engine.running and time.monotonic() < ends:
             time.sleep(_LOOK_S)  # it fails one lease after the other
-        dead = [held for held in self._held.values() if _died(held)]
+        dead = [  # those that it was sampling
+            held
+            for held in self._held.values()
+            if held.stage == "sampling" and (future := held.future) is not None
+            if future.done() and isinstance(future.exception(), EngineDied)
+        ]
         for held in dead:
             held.deaths += 1
             if held.deaths > 1:
@@ -297,22 +283,22 @@ class Worker:
         with suppress(EngineDied):
             self._engine.abort()
         kept = self._outbox.keep()
-        releasing = threading.Thread(
-            target=self._release, args=(kept,), name="release", daemon=True
-        )
+
+        def release() -> None:
+            try:
+                count = self._client.release(but=kept)
+            except (UserError, RunFinished) as error:
+                self._log.warning("cannot give the leases back, they will expire: %s", error)
+            else:
+                self._log.info(
+                    "stopped; %d leases were given back, %d submissions are kept for the next "
+                    "start",
+                    *(count, len(kept)),
+                )
+
+        releasing = threading.Thread(target=release, name="release", daemon=True)
         releasing.start()
         releasing.join(RELEASE_S)
-
-    def _release(self, kept: Sequence[str]) -> None:
-        try:
-            count = self._client.release(but=kept)
-        except (UserError, RunFinished) as error:
-            self._log.warning("cannot give the leases back, they will expire: %s", error)
-        else:
-            self._log.info(
-                "stopped; %d leases were given back, %d submissions are kept for the next start",
-                *(count, len(kept)),
-            )
 
     def _submit(self, lease: str, finish: Callable[[], None]) -> None:
         """Finish a lease in the background, while the next leases are sampled.
@@ -345,11 +331,11 @@ class Worker:
 
     def _finish(self, held: HeldLease, sampled: list[Sampled]) -> None:
         lease, digest = held.lease, held.digest
-        claims = claim_rewards(held.plan, sampled, self._tasks)
+        claims = rollouts.claim_rewards(held.plan, sampled, self._tasks)
         proofs = build_proofs_of([result.selection for result in sampled])
         rows = zip(held.plan, sampled, claims, proofs, strict=True)
-        rollouts = make_rollouts(lease, digest, rows, self._tasks, self._pool)
-        table = encode_rollouts(self.finish(rollouts))
+        made_rows = rollouts.make_rollouts(lease, digest, rows, self._tasks, self._pool)
+        table = encode_rollouts(self.finish(made_rows))
         envelope = sign_submission(
             table, run=lease.run, step=lease.step, index=lease.index, lease=digest, key=self._key
         )
@@ -366,11 +352,3 @@ class Worker:
             raise
         self._meter.submitted(accepted=True)
         self._outbox.settle(lease)
-
-
-def _died(held: HeldLease) -> bool:
-    """Whether the engine died under a lease that it was sampling."""
-    future = held.future
-    if held.stage != "sampling" or future is None or not future.done():
-        return False
-    return isinstance(future.exception(), EngineDied)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sampler.tasks.grading.answers import Answer
-from sampler.tasks.grading.graders import Graders
+from sampler.tasks.answers import Answer
+from sampler.tasks.graders import Graders
 from sampler.tasks.interfaces import Score
 from tests.processes import with_word
 from tests.sampler.tasks.grading.plugin import reward

@@ -26,9 +26,8 @@ from types import SimpleNamespace
 import pytest
 
 from sampler.sandbox import PYTHON, Limits, NotIsolated, probe, run, start
-from sampler.sandbox.inside.limits import spare_user
-from sampler.sandbox.limits import Finished
-from sampler.sandbox.process import SET_A, SET_B, Isolated, open_to_all
+from sampler.sandbox.inside.kernel import spare_user
+from sampler.sandbox.process import SET_A, SET_B, Finished, Isolated, open_to_all
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow

@@ -45,7 +45,7 @@ CODE = (
     "bridge/weight_map.py",
     "broadcast/fetcher.py",
     "broadcast/manifest.py",
-    "sampler/engine/gumbel_sampling.py",
+    "sampler/engine/sampling.py",
     "sampler/sandbox/*.py",
     "sampler/worker/worker.py",
 )

@@ -40,7 +40,7 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.run_files import params_folder
 from runspec.core.spec import schema
-from sampler.prefill.engine import TorchPrefill
+from sampler.prefill import TorchPrefill
 from tests.broadcast.conftest import Served
 from tests.learner_jax.conftest import VOCABULARY, Run, changed, tiny_spec, write_initial_model
 from verify.noise import gumbel

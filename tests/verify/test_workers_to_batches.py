@@ -24,7 +24,7 @@ from runspec.core.roles import sign_roles
 from runspec.core.run_files import evaluation_files, submission_files
 from runspec.core.spec.schema import Evaluation, RunSpec
 from runspec.core.spec.source_files import source_files
-from sampler.tasks.grading.graders import Graders
+from sampler.tasks.graders import Graders
 from tests.runspec.cli.in_process import runspec
 from tests.sampler.tasks.grading.plugin import TERM, answers, install_term, reward
 from tests.verify.bench import MODEL, packed

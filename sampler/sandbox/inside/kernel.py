@@ -1,15 +1,22 @@
-"""System calls without a function in Python, and namespaces with a root of read-only mounts.
+"""System calls without a function in Python; the root, the limits and the rights of a process.
 
 The child is cloned into new user, PID, network, mount, IPC and UTS namespaces. It builds its root
 on a small tmpfs. The readable trees are mounted read-only at their own paths, /scratch is a second
 tmpfs with a limit, and there are a few harmless devices, but no /proc and no /sys. Mounts need
 Linux 5.12.
+
+Landlock restricts which files a process and its descendants may open, beyond their user's rights.
+Rights that the kernel does not know are left out. `landlock_abi` returns the kernel's version:
+
+1: Linux 5.13. 2: moving between directories, 5.19. 3: truncating, 6.2. 4: TCP, 6.7. 5: ioctl on
+devices, 6.10. 6: abstract sockets and signals, 6.12.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 
 _libc = ctypes.PyDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -70,32 +77,9 @@ def mount(source: bytes | None, target: bytes, kind: bytes | None, flags: int, d
     _checked(f"mount on {target.decode()}", result)
 
 
-def detach(target: bytes) -> None:
-    """Detach a mount with all that is mounted below it."""
-    _checked("taking the old root away", _libc.umount2(target, 2))
-
-
 def clone(flags: int) -> int:
     """Fork into new namespaces; return 0 in the child and the child's process id in the parent."""
     return call("new namespaces", NR_CLONE, flags | SIGCHLD, 0, 0, 0, 0)
-
-
-def set_capabilities(mask: int) -> None:
-    """Set permitted, effective and inheritable capabilities to `mask` (bits 0 to 31)."""
-    head = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    data = (ctypes.c_uint32 * 6)(mask, mask, mask, 0, 0, 0)
-    call("giving up capabilities", NR_CAPSET, ctypes.byref(head), ctypes.byref(data))
-
-
-def drop_bounding_set(keep: int) -> None:
-    """Prevent later programs from gaining any capability except those of `keep`."""
-    for capability in range(_CAPABILITIES):
-        if keep >> capability & 1:
-            continue
-        try:
-            prctl("bounding set", PR_CAPBSET_DROP, capability)
-        except CallFailed:
-            return  # no further capability; or not permitted, then no_new_privs protects alone
 
 
 def forget_keys() -> None:
@@ -166,7 +150,11 @@ def build_root(readable: list[bytes], links: list[tuple[bytes, bytes]], scratch_
             os.setgroups([])
     os.setresgid(INSIDE_ID, INSIDE_ID, INSIDE_ID)
     os.setresuid(INSIDE_ID, INSIDE_ID, INSIDE_ID)
-    _no_more_namespaces()
+    try:  # nested user namespaces would give the dropped capabilities back
+        with open("/proc/sys/user/max_user_namespaces", "w") as file:
+            file.write("0")
+    except OSError:
+        pass  # /proc/sys is read-only in some containers; the filter refuses namespaces too
     flags = _MS_NOSUID | _MS_NODEV
     mount(b"tmpfs", _BUILD_AT, b"tmpfs", flags, b"size=1m,nr_inodes=4k,mode=0755")
     os.chdir(_BUILD_AT)
@@ -181,7 +169,7 @@ def build_root(readable: list[bytes], links: list[tuple[bytes, bytes]], scratch_
         if not os.path.lexists(path[1:]):
             os.symlink(target, path[1:])
     call("changing the root", NR_PIVOT_ROOT, b".", b".")
-    detach(b".")
+    _checked("taking the old root away", _libc.umount2(b".", 2))  # MNT_DETACH, with all below
     os.chdir(b"/")
     _set_attributes(os.open(b"/", os.O_PATH | os.O_CLOEXEC), _RDONLY, 0)
     call("naming the machine", NR_SETHOSTNAME, _NAME, len(_NAME))
@@ -197,16 +185,8 @@ def _tree(path: bytes, attributes: int) -> int:
 
 
 def _set_attributes(tree: int, attributes: int, flags: int) -> None:
-    request = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
-    call(
-        "read-only mounts",
-        NR_MOUNT_SETATTR,
-        tree,
-        b"",
-        _AT_EMPTY_PATH | flags,
-        ctypes.byref(request),
-        32,
-    )
+    request = ctypes.byref((ctypes.c_uint64 * 4)(attributes, 0, 0, 0))
+    call("read-only mounts", NR_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH | flags, request, 32)
 
 
 def _place(tree: int, at: bytes) -> None:
@@ -220,10 +200,194 @@ def _place(tree: int, at: bytes) -> None:
     os.close(tree)
 
 
-def _no_more_namespaces() -> None:
-    """Forbid nested user namespaces, which would give the dropped capabilities back."""
+OPEN_FILES = 256
+_STACK_BYTES = 8 << 20
+_NO_CORE = 1
+"""A limit of 1 byte, because a limit of 0 still starts a core handler."""
+READ_ALL = 1 << 2
+"""CAP_DAC_READ_SEARCH: reading despite permissions. Landlock still applies."""
+_CHANGE_USER = 1 << 0 | 1 << 6 | 1 << 7
+"""CAP_CHOWN, CAP_SETGID, CAP_SETUID."""
+ROOT_STAYS_ROOT = "this is root, and may not become another user"
+_SLACK = 256
+_USERS_FROM, _USERS = 1_700_000_000, 1 << 22
+_COUNTS_BY_NAMESPACE = (5, 14)
+"""First Linux whose user namespaces have a count of processes of their own."""
+
+
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+_MAKE_CHAR, _MAKE_BLOCK, _TRUNCATE = 1 << 6, 1 << 11, 1 << 14
+_FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | _TRUNCATE
+_RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15}
+_LANDLOCK_RIGHTS = 16  # from ABI 5
+_LANDLOCK_VERSION = 1
+
+
+def spare_user() -> int:
+    """Return an unused user id for a process that starts as root; the own id if there is none.
+
+    With a user of its own the process has its own count of processes and owns no file.
+
+    Raises:
+        PermissionError: this is root, whose processes the kernel does not count, and it may not
+            become another user.
+    """
+    if os.geteuid() != 0:
+        return os.geteuid()
+    wanted = _USERS_FROM + os.getpid() % _USERS
+    with open("/proc/self/uid_map") as file:
+        rows = [[int(word) for word in row.split()] for row in file]
+    if capabilities() & _CHANGE_USER == _CHANGE_USER and any(
+        first <= wanted < first + count for first, _, count in rows
+    ):
+        return wanted
+    if any(first == outside == 0 for first, outside, _ in rows):
+        raise PermissionError(ROOT_STAYS_ROOT)
+    return 0
+
+
+def capabilities() -> int:
+    """Return the effective capabilities of this process as bits."""
+    with open("/proc/self/status") as file:
+        return next(int(row.split()[1], 16) for row in file if row.startswith("CapEff:"))
+
+
+def tasks_allowed(processes: int, user: int, *, contained: bool) -> int:
+    """Return the limit on the user's tasks that leaves `processes` to the program.
+
+    If the user has other tasks, whose number changes, the limit is wide and the watchdog counts.
+    """
+    release = os.uname().release.split(".")
+    version = int(release[0]), int("".join(c for c in release[1] if c.isdigit()))
+    if contained and version >= _COUNTS_BY_NAMESPACE:
+        return processes + 1  # the init process
+    if user != os.geteuid():
+        return processes + contained
+    return tasks_of(user) + processes + _SLACK
+
+
+def tasks_of(user: int) -> int:
+    """Count the processes and threads of a user."""
+    total = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                if os.stat(f"/proc/{name}").st_uid == user:
+                    total += len(os.listdir(f"/proc/{name}/task"))
+            except OSError:
+                continue  # it has ended
+    return total
+
+
+def die_first() -> None:
+    """Have the kernel kill this process and its children first if memory runs out."""
     try:
-        with open("/proc/sys/user/max_user_namespaces", "w") as file:
-            file.write("0")
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
     except OSError:
-        return  # /proc/sys is read-only in some containers; the filter refuses namespaces too
+        return  # /proc is read-only in some containers
+
+
+def set_limits(memory: int, file: int, cpu: int, tasks: int) -> None:
+    """Set the limits of this process and of each that it starts.
+
+    Args:
+        memory: bytes of address space, each process.
+        file: bytes of a file that it writes.
+        cpu: seconds of CPU, each process; 0 is no limit.
+        tasks: processes and threads of the user, all together.
+    """
+    wanted = [
+        (resource.RLIMIT_AS, memory, memory),
+        (resource.RLIMIT_FSIZE, file, file),
+        (resource.RLIMIT_NPROC, tasks, tasks),
+        (resource.RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES),
+        (resource.RLIMIT_STACK, _STACK_BYTES, _STACK_BYTES),
+        (resource.RLIMIT_CORE, _NO_CORE, _NO_CORE),
+        (resource.RLIMIT_MEMLOCK, 0, 0),
+        (resource.RLIMIT_MSGQUEUE, 0, 0),
+    ]
+    if cpu:
+        wanted.append((resource.RLIMIT_CPU, cpu, cpu + 1))
+    for name, soft, hard in wanted:
+        most = resource.getrlimit(name)[1]
+        if most != resource.RLIM_INFINITY:
+            soft, hard = min(soft, most), min(hard, most)
+        resource.setrlimit(name, (soft, hard))
+
+
+def give_up_rights(user: int, *, read_all: bool) -> None:
+    """Become `user` without capabilities, if this is root outside of namespaces.
+
+    With `read_all` the capability to read files of root remains, for example for an interpreter
+    below /root. No started program can gain another capability.
+
+    Raises:
+        CallFailed: the kernel refuses.
+    """
+    keep = READ_ALL if read_all else 0
+    try:
+        for capability in range(_CAPABILITIES):
+            if not keep >> capability & 1:
+                prctl("bounding set", PR_CAPBSET_DROP, capability)
+    except CallFailed:
+        pass  # no further capability; or not permitted, then no_new_privs protects alone
+    if user != os.geteuid():
+        os.setgroups([])
+        prctl("keeping a capability", PR_SET_KEEPCAPS, 1)
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    # Permitted, effective and inheritable: bits 0 to 31, then 32 to 63.
+    head = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    data = (ctypes.c_uint32 * 6)(keep, keep, keep, 0, 0, 0)
+    call("giving up capabilities", NR_CAPSET, ctypes.byref(head), ctypes.byref(data))
+    if keep:
+        prctl("keeping a capability", PR_CAP_AMBIENT, 2, 2)
+    prctl("no new privileges", PR_SET_NO_NEW_PRIVS, 1)
+
+
+def landlock_abi() -> int:
+    """Return Landlock's version here; 0 without it."""
+    try:
+        return call("Landlock", NR_LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)
+    except CallFailed:
+        return 0
+
+
+def restrict_files(readable: list[bytes], writable: list[bytes], devices: list[bytes]) -> None:
+    """Restrict this process by Landlock, for good; needs no_new_privs.
+
+    Only these paths can be opened: `readable` to read and execute, `writable` to change as well,
+    `devices` to read and write. TCP, and abstract sockets and signals to processes outside, are
+    refused if the kernel's Landlock covers them.
+
+    Raises:
+        CallFailed, OSError: no Landlock here, or a missing path.
+    """
+    version = landlock_abi()
+    rights = (1 << _RIGHTS_BY_ABI.get(version, _LANDLOCK_RIGHTS)) - 1
+    handled = (ctypes.c_uint64 * 3)(rights, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    ruleset = call("Landlock", NR_LANDLOCK_CREATE, ctypes.byref(handled), size, 0)
+    for path in readable:
+        _allow_path(ruleset, path, EXECUTE | READ_FILE | READ_DIR)
+    for path in writable:
+        _allow_path(ruleset, path, rights & ~(_MAKE_CHAR | _MAKE_BLOCK))
+    for path in devices:
+        _allow_path(ruleset, path, READ_FILE | WRITE_FILE)
+    call("Landlock", NR_LANDLOCK_RESTRICT, ruleset, 0)
+    os.close(ruleset)
+
+
+def _allow_path(ruleset: int, path: bytes, rights: int) -> None:
+    class Beneath(ctypes.Structure):
+        _pack_ = 1
+        _fields_ = [("rights", ctypes.c_uint64), ("descriptor", ctypes.c_int32)]
+
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        directory = os.stat(descriptor).st_mode & 0o170000 == 0o040000
+        rule = Beneath(rights if directory else rights & _FILE_RIGHTS, descriptor)
+        call("Landlock rule", NR_LANDLOCK_ADD, ruleset, 1, ctypes.byref(rule), 0)
+    finally:
+        os.close(descriptor)

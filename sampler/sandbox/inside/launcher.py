@@ -16,16 +16,16 @@ import os
 import resource
 import time
 
-from . import kernel, limits, messages
-from .messages import LANDLOCK, NAMESPACES, SECCOMP, Order, unpack
-from .watchdog import Watchdog, descendants
+from . import control, kernel
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # without the import of `typing`
     from collections.abc import Callable
 
 
-def run_init(order: Order, user: int, tasks: int, ready: int, failures: int, report: int) -> None:
+def run_init(
+    order: control.Order, user: int, tasks: int, ready: int, failures: int, report: int
+) -> None:
     """Prepare the scratch directory, start the program, wait for it, report. Never returns.
 
     Args:
@@ -42,9 +42,9 @@ def run_init(order: Order, user: int, tasks: int, ready: int, failures: int, rep
             os._exit(1)
         os.close(ready)
         os.umask(0o022)
-        limits.die_first()
+        kernel.die_first()
         place = order.scratch
-        contained = NAMESPACES in order.mechanisms
+        contained = control.NAMESPACES in order.mechanisms
         if contained:
             kernel.build_root(order.readable, order.links, order.file_bytes)
             place = kernel.SCRATCH
@@ -52,7 +52,11 @@ def run_init(order: Order, user: int, tasks: int, ready: int, failures: int, rep
             kernel.prctl("collecting orphans", kernel.PR_SET_CHILD_SUBREAPER, 1)
         kernel.prctl("not being traced", kernel.PR_SET_DUMPABLE, 0)
         _end_with_parent(kernel.SIGKILL if contained else kernel.SIGTERM)
-        _write_files(place, order.files)
+        for name, content in order.files:
+            path = os.path.join(place, name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "xb") as file:
+                file.write(content)
         program = os.fork()
         if program == 0:
             _become(order, place, user, tasks, failures)
@@ -72,30 +76,22 @@ def _end_with_parent(signal: int) -> None:
         os._exit(1)
 
 
-def _write_files(place: bytes, files: list[tuple[bytes, bytes]]) -> None:
-    for name, content in files:
-        path = os.path.join(place, name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "xb") as file:
-            file.write(content)
-
-
-def _become(order: Order, place: bytes, user: int, tasks: int, failures: int) -> None:
+def _become(order: control.Order, place: bytes, user: int, tasks: int, failures: int) -> None:
     """Give up every right and become the program. Never returns."""
     try:
         os.setsid()
-        contained = NAMESPACES in order.mechanisms
+        contained = control.NAMESPACES in order.mechanisms
         kernel.forget_keys()
         os.chdir(place)
         cpu = int(order.cpu_s) + 1 if order.cpu_s else 0
-        limits.apply(order.memory, order.file_bytes, cpu, tasks)
-        limits.give_up_rights(
+        kernel.set_limits(order.memory_bytes, order.file_bytes, cpu, tasks)
+        kernel.give_up_rights(
             os.geteuid() if contained else user, read_all=order.read_all and not contained
         )
         _end_with_parent(kernel.SIGKILL)
-        if LANDLOCK in order.mechanisms:
-            limits.restrict_files(order.readable, [place], kernel.DEVICES)
-        if SECCOMP in order.mechanisms:
+        if control.LANDLOCK in order.mechanisms:
+            kernel.restrict_files(order.readable, [place], kernel.DEVICES)
+        if control.SECCOMP in order.mechanisms:
             kernel.install_filter(order.filter)
         environment = dict(order.environment)
         environment.update(dict.fromkeys((b"HOME", b"TMPDIR"), place))
@@ -121,8 +117,15 @@ def _wait(program: int, report: int, directory: bytes) -> None:
     with this process.
     """
     if directory:
-        _end_on_signal(program, directory)
-    messages.answer(report, program=program)
+        import signal  # here, because its import takes milliseconds and namespaces do not need it
+
+        def end(_number: int, _frame: object) -> None:
+            _end_group(program)
+            remove_scratch(directory)
+            os._exit(0)
+
+        signal.signal(signal.SIGTERM, end)
+    control.answer(report, program=program)
     status, ended = 0, 0
     while ended != program:
         ended, status = os.wait()
@@ -131,19 +134,8 @@ def _wait(program: int, report: int, directory: bytes) -> None:
         remove_scratch(directory)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = usage.ru_utime + usage.ru_stime
-    messages.answer(report, status=status, cpu_s=cpu_s, peak=usage.ru_maxrss << 10)
+    control.answer(report, status=status, cpu_s=cpu_s, peak=usage.ru_maxrss << 10)
     os._exit(0)
-
-
-def _end_on_signal(program: int, directory: bytes) -> None:
-    import signal  # here, because its import takes milliseconds and namespaces do not need it
-
-    def end(_number: int, _frame: object) -> None:
-        _end_group(program)
-        remove_scratch(directory)
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, end)
 
 
 def _end_group(program: int) -> None:
@@ -155,7 +147,7 @@ def _end_group(program: int) -> None:
     try:
         while True:
             _kill(os.killpg, program)
-            for pid in (program, *descendants(os.getpid())):
+            for pid in (program, *control.descendants(os.getpid())):
                 _kill(os.kill, pid)
             os.wait()
     except ChildProcessError:
@@ -187,7 +179,7 @@ def remove_scratch(path: bytes) -> None:
 
 
 def _empty(top: int) -> None:
-    moved = 0
+    moved, prefix = 0, os.urandom(8).hex()  # which names no file that is there
     while names := os.listdir(top):
         for name in names:
             if not _is_directory(name, top):
@@ -202,10 +194,7 @@ def _empty(top: int) -> None:
                         continue
                     os.chmod(inner, 0o700, dir_fd=child)  # moving a directory writes its `..`
                     moved += 1
-                    target = f".moved-{moved}"
-                    while _exists(target, top):
-                        moved += 1
-                        target = f".moved-{moved}"
+                    target = f"{prefix}-{moved}"
                     os.rename(inner, target, src_dir_fd=child, dst_dir_fd=top)
             finally:
                 os.close(child)
@@ -217,101 +206,79 @@ def _is_directory(name: str, directory: int) -> bool:
     return mode & 0o170000 == 0o040000
 
 
-def _exists(name: str, directory: int) -> bool:
-    try:
-        os.stat(name, dir_fd=directory, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
-
-
 _END_S = 10.0
 """Longest wait for the init process to end what is below it."""
 
 
-def main(control: int) -> None:
-    """Run the order that comes over the descriptor `control`; return once nothing is left."""
-    os.set_inheritable(control, False)
-    fields = messages.read_order(control)
-    if not fields:
+def main(parent: int) -> None:
+    """Run the order that comes over the descriptor `parent`; return once nothing is left."""
+    os.set_inheritable(parent, False)
+    order = control.read_order(parent)
+    if order is None:
         return
-    order = unpack(fields)
     started = time.monotonic()
     ready, go = os.pipe()
     failures, failures_in = os.pipe()
     report, report_in = os.pipe()
-    contained = NAMESPACES in order.mechanisms
+    contained = control.NAMESPACES in order.mechanisms
     try:
-        user = limits.spare_user() if order.mechanisms else os.geteuid()
-        tasks = limits.tasks_allowed(order.processes, user, contained=contained)
+        user = kernel.spare_user() if order.mechanisms else os.geteuid()
+        tasks = kernel.tasks_allowed(order.processes, user, contained=contained)
         child = kernel.clone(kernel.FLAGS) if contained else os.fork()
     except OSError as error:
-        messages.answer(control, failed=str(error))
+        control.answer(parent, failed=str(error))
         return
     if child == 0:
-        for descriptor in (control, go, failures, report):
+        for descriptor in (parent, go, failures, report):
             os.close(descriptor)
         run_init(order, user, tasks, ready, failures_in, report_in)
     for descriptor in (ready, failures_in, report_in):
         os.close(descriptor)
-    problem = _let_go(order, child, user, go)
-    problem = problem or _text(failures)
-    if problem:
-        _end(child, contained=contained)
-        messages.answer(control, failed=problem)
-        return
-    first = messages.read_answer(report)  # the program's process id
-    messages.answer(control, started="yes")
-    _supervise(order, control, child, report, int(first.get("program", 0)), started)
-
-
-def _let_go(order: Order, child: int, user: int, go: int) -> str:
-    """Map the child's ids and let it continue; return what went wrong, or nothing."""
-    try:
-        if NAMESPACES in order.mechanisms:
+    problem = ""
+    try:  # the child goes on once its ids are mapped
+        if contained:
             kernel.map_ids(child, user, user if os.geteuid() == 0 else os.getegid())
         elif order.scratch and user != os.geteuid():
             os.chown(order.scratch, user, user)
         os.write(go, b"1")
     except OSError as error:
-        return f"ids of a user namespace: {error}"
-    finally:
-        os.close(go)
-    return ""
-
-
-def _text(descriptor: int) -> str:
-    """Read until the descriptor's other ends are closed."""
-    text = b""
-    while part := os.read(descriptor, 4096):
-        text += part
-    os.close(descriptor)
-    return text.decode(errors="replace")
+        problem = f"ids of a user namespace: {error}"
+    os.close(go)
+    if not problem:  # read until the program has started
+        with open(failures, "rb") as file:
+            problem = file.read().decode(errors="replace")
+    if problem:
+        _end(child, contained=contained)
+        control.answer(parent, failed=problem)
+        return
+    first = control.read_answer(report)  # the program's process id
+    control.answer(parent, started="yes")
+    _supervise(order, parent, child, report, int(first.get("program", 0)), started)
 
 
 def _supervise(
-    order: Order, control: int, child: int, report: int, program: int, started: float
+    order: control.Order, parent: int, child: int, report: int, program: int, started: float
 ) -> None:
     """Wait until the program ends, the parent closes the socket, or a limit is passed."""
     import select  # here, so that the program starts meanwhile
 
     detach_streams()
-    watchdog = Watchdog(order, child, started)
+    watchdog = control.Watchdog(order, child, started)
     poll = select.poll()
-    poll.register(control, select.POLLIN | select.POLLHUP)
+    poll.register(parent, select.POLLIN | select.POLLHUP)
     poll.register(report, select.POLLIN | select.POLLHUP)
     verdict = ""
     while not verdict:
         events = dict(poll.poll(watchdog.wait_ms()))
         if report in events:
             break
-        verdict = "killed" if control in events else watchdog.check()
-    ending = {} if verdict else messages.read_answer(report)
-    _end(child, contained=NAMESPACES in order.mechanisms, program=program)
+        verdict = "killed" if parent in events else watchdog.check()
+    ending = {} if verdict else control.read_answer(report)
+    _end(child, contained=control.NAMESPACES in order.mechanisms, program=program)
     wall = time.monotonic() - started
     try:
         seen = {"wall_s": wall, "seen": watchdog.peak, "cpu_seen": watchdog.cpu}
-        messages.answer(control, verdict=verdict, **seen, **ending)
+        control.answer(parent, verdict=verdict, **seen, **ending)
     except OSError:
         return  # the parent has closed its end
 

@@ -18,19 +18,8 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from sampler.tasks.rewards.notation import (
-    CURRENCIES,
-    FUNCTIONS,
-    SCALES,
-    SYMBOLS,
-    UNITS,
-    Node,
-    Token,
-    Unreadable,
-    is_name,
-    plain,
-    tokens,
-)
+from sampler.tasks.rewards import notation
+from sampler.tasks.rewards.notation import Node, Token, Unreadable, is_name, plain, tokens
 
 MAX_CHARS = 1024
 MAX_DIGITS = 400
@@ -42,6 +31,7 @@ _PARTS = re.compile(
     r"(?P<whole>[\d,.]+)(?:\\[a-z]+[\s{]*(?P<again>\d+)[\s}]*)?(?:[eE](?P<power>[-+]?\d+))?"
 )
 _ATOMS = frozenset({"frac", "binom", "lfloor", "lceil", "begin", "angle", "triangle"})
+_COMMANDS = _ATOMS | notation.SYMBOLS | notation.FUNCTIONS
 _SIGN = {"-": "neg"}
 _RELATIONS = ("=", "<", ">", "<=", ">=", "!=", "approx", "in", "equiv")
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
@@ -113,7 +103,7 @@ class _Reader:
     def item(self) -> Node:
         """A value, with its units, or a relation between several."""
         ahead = 0
-        while self.peek(ahead).kind == "word" and self.peek(ahead).text not in FUNCTIONS:
+        while self.peek(ahead).kind == "word" and self.peek(ahead).text not in notation.FUNCTIONS:
             ahead += 1
         if ahead and self.peek(ahead).text == "=" and len(self.peek(ahead - 1).text) > 2:
             self.position += ahead + 1  # a name in words: Area = 12
@@ -131,8 +121,8 @@ class _Reader:
         """A sum with its unit, or several: 5 cm, $5, 1 hour 30 minutes."""
         values, units = [], []
         while True:
-            sign = self.take("-") if self.peek(1).text in CURRENCIES else ""
-            unit = self.take(*CURRENCIES)
+            sign = self.take("-") if self.peek(1).text in notation.CURRENCIES else ""
+            unit = self.take(*notation.CURRENCIES)
             value = self.sum()
             values.append(Node("neg", (value,)) if sign else value)
             words = self.unit()
@@ -140,7 +130,7 @@ class _Reader:
             if not units[-1] or self.peek().kind != "number":
                 break
         if len(values) > 1:
-            kinds = {UNITS[unit][0] if unit in UNITS else "" for unit in units}
+            kinds = {notation.UNITS[unit][0] if unit in notation.UNITS else "" for unit in units}
             if len(kinds) > 1 or "" in kinds:
                 raise Unreadable("numbers of which one has no unit")
         elif not units[0]:
@@ -157,7 +147,7 @@ class _Reader:
             token = self.peek()
             word = token.kind == "word" and token.text not in ("and", "or", "union")
             per = words and token.text == "/" and self.peek(1).kind == "word"
-            if word or per or (token.text and token.text in CURRENCIES):
+            if word or per or (token.text and token.text in notation.CURRENCIES):
                 words.append(self.next().text)
             elif words and token.text == "^":
                 self.next()
@@ -181,8 +171,8 @@ class _Reader:
                 factors.append(factor if sign == "*" else Node("inverse", (factor,)))
             elif self.take("%"):  # of all before it: 1/2 % is a half of a percent
                 factors = [Node("percent", (_joined("*", factors),))]
-            elif self.peek().text in SCALES:
-                scale = Fraction(10) ** SCALES[self.next().text]
+            elif self.peek().text in notation.SCALES:
+                scale = Fraction(10) ** notation.SCALES[self.next().text]
                 factors.append(Node("number", value=scale))
             elif self.begins_factor():
                 factors.append(self.power())
@@ -200,19 +190,16 @@ class _Reader:
         if token.kind == "number":
             return last.text in (")", "}") and last.kind == "mark"
         if token.kind == "word":
-            return token.text in FUNCTIONS or token.text == "pi" or not self.is_unit(token, last)
+            if token.text in notation.FUNCTIONS or token.text == "pi":
+                return True
+            if len(token.text) > 2 or token.text == "or":
+                return False
+            ended = last.kind == "number" or last.text in ("}", ")")
+            attached = last.kind == "number" and token.text[1:] != ""
+            return not (token.text in notation.UNITS and ((token.spaced and ended) or attached))
         if token.kind == "command":
-            return token.text in SYMBOLS or token.text in FUNCTIONS or token.text in _ATOMS
+            return token.text in _COMMANDS
         return token.text in ("(", "{") or (token.text == "|" and not self.bars)
-
-    def is_unit(self, token: Token, last: Token) -> bool:
-        text = token.text
-        if len(text) > 2 or text == "or":
-            return True
-        ended = last.kind == "number" or last.text in ("}", ")")
-        return text in UNITS and (
-            (token.spaced and ended) or (last.kind == "number" and text[1:] != "")
-        )
 
     def power(self) -> Node:
         node, start = self.atom(), self.position
@@ -239,10 +226,14 @@ class _Reader:
         if token.kind == "number":
             return self.number(token)
         if token.kind == "word":
-            return self.function(token.text) if token.text in FUNCTIONS else self.symbols(token)
-        if token.kind == "command" and token.text in FUNCTIONS:
+            return (
+                self.function(token.text)
+                if token.text in notation.FUNCTIONS
+                else self.symbols(token)
+            )
+        if token.kind == "command" and token.text in notation.FUNCTIONS:
             return self.function(token.text)
-        if token.kind == "command" and token.text in SYMBOLS:
+        if token.kind == "command" and token.text in notation.SYMBOLS:
             return self.subscripted(token.text)
         match token.text:
             case "frac":
@@ -309,7 +300,7 @@ class _Reader:
             argument = self.group()
         else:
             argument = self.nested(self.power)
-            while self.peek().text not in FUNCTIONS and self.peek().text not in ("(", "|"):
+            while self.peek().text not in notation.FUNCTIONS and self.peek().text not in ("(", "|"):
                 if not self.begins_factor():
                     break
                 argument = Node("*", (argument, self.power()))
@@ -320,7 +311,7 @@ class _Reader:
 
     def symbols(self, token: Token) -> Node:
         """A letter, or a few that are multiplied."""
-        if token.text in ("pi", *SYMBOLS):
+        if token.text in ("pi", *notation.SYMBOLS):
             return self.subscripted(token.text)
         if len(token.text) > 2:
             raise Unreadable(f"{token.text!r} is a word")

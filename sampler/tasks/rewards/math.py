@@ -15,17 +15,9 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from sampler.tasks.interfaces import Score, TaskTerm
+from sampler.tasks.rewards import notation
 from sampler.tasks.rewards.formulas import MAX_CHARS, parse
-from sampler.tasks.rewards.notation import (
-    FUNCTIONS,
-    SCALES,
-    UNITS,
-    Node,
-    Token,
-    Unreadable,
-    plain,
-    tokens,
-)
+from sampler.tasks.rewards.notation import Node, Token, Unreadable, plain, tokens
 from sampler.tasks.rewards.values import equal
 from verify.plugins import Problem
 
@@ -47,7 +39,9 @@ _SHORT_WORDS = re.compile(
 )
 _INLINE = re.compile(r"\$([^$]{1,400})\$")
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
-_KNOWN_WORDS = FUNCTIONS | SCALES.keys() | {"pi", "and", "inf", "infinity", "union"}
+_KNOWN_WORDS = (
+    notation.FUNCTIONS | notation.SCALES.keys() | {"pi", "and", "inf", "infinity", "union"}
+)
 _KNOWN = re.compile(
     rf"(?<![A-Za-z])(?:{'|'.join(sorted(_KNOWN_WORDS, key=len, reverse=True))})(?![A-Za-z])"
 )
@@ -193,7 +187,11 @@ def runs(line: str) -> list[str]:
         elif token.kind == "other" or (
             token.kind == "word" and (letter or token.text not in _KNOWN_WORDS | {"or"})
         ):
-            if token.text in UNITS.keys() - {"in"} and found[-1] and found[-1][-1].kind == "number":
+            if (
+                token.text in notation.UNITS.keys() - {"in"}
+                and found[-1]
+                and found[-1][-1].kind == "number"
+            ):
                 found[-1].append(token)
             else:
                 found.append([])

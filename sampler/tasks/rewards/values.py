@@ -63,7 +63,13 @@ def equal(ours: Node, theirs: Node) -> bool:
         if len(kinds) > 1 or ours.name != theirs.name or len(ours.parts) != len(theirs.parts):
             return False
         if ours.kind == "list":
-            return _same_items(list(ours.parts), list(theirs.parts))
+            left = list(theirs.parts)
+            for item in ours.parts:
+                match = next((k for k, other in enumerate(left) if equal(item, other)), None)
+                if match is None:
+                    return False
+                del left[match]
+            return True
         if ours.kind == "relation":
             return _same_relation(ours, theirs)
         return all(map(equal, ours.parts, theirs.parts))
@@ -89,15 +95,6 @@ def _signed(node: Node, sign: int) -> Node:
     if node.kind in ("pm", "mp"):
         return Node("neg", parts) if (node.kind == "pm") == (sign < 0) else parts[0]
     return replace(node, parts=parts)
-
-
-def _same_items(ours: list[Node], theirs: list[Node]) -> bool:
-    for item in ours:
-        match = next((k for k, other in enumerate(theirs) if equal(item, other)), None)
-        if match is None:
-            return False
-        del theirs[match]
-    return True
 
 
 def _same_quantities(ours: Node, theirs: Node) -> bool:
@@ -207,18 +204,13 @@ def _rounds(decimal: Node, value: Node, pairs: list[list[Value]]) -> bool:
     if isinstance(theirs, mp.mpc) or ours * theirs <= 0:
         return False
     excess = (abs(theirs) - abs(ours)) / unit
-    return bool(-0.5 <= excess < 1 and _endless(pairs[1][1], other))
-
-
-def _endless(value: Value, node: Node) -> bool:
-    """Whether a decimal cannot write this in full: 1/3, or a decimal that is cut off itself."""
-    if node.name or not isinstance(value, Fraction):
+    if not -0.5 <= excess < 1:
+        return False
+    exact = pairs[1][1]
+    if other.name or not isinstance(exact, Fraction):
         return True
-    below = value.denominator
-    for prime in (2, 5):
-        while below % prime == 0:
-            below //= prime
-    return below > 1
+    # A decimal cannot write 1/3 in full: its denominator has other primes than 2 and 5.
+    return 10 ** exact.denominator.bit_length() % exact.denominator != 0
 
 
 def _real(context: Any, value: Value) -> Any:

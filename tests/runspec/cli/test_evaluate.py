@@ -33,8 +33,8 @@ from runspec.core.errors import BadUsage, UserError
 from runspec.core.models.family import named_model
 from runspec.core.spec.schema import RunSpec, Source
 from runspec.local.backend import StopSignals
-from sampler.tasks.grading.answers import Answer
-from sampler.tasks.grading.graders import Graders
+from sampler.tasks.answers import Answer
+from sampler.tasks.graders import Graders
 from sampler.tasks.interfaces import ProblemSource, make_source
 from tests.runspec.cli.in_process import runspec
 from tests.sampler.tasks.grading.plugin import reward

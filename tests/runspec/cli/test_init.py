@@ -24,7 +24,7 @@ from runspec.core.spec.yaml_nodes import parse_yaml
 from runspec.lint.check import check_spec
 from runspec.local.machine import look
 from runspec.local.preflight import missing
-from sampler.tasks.traces import build_tokenizer, tokenizer_config
+from sampler.tasks.traces import TOKENIZER_CONFIG, build_tokenizer
 from tests.harness import ROOT
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.lock.repository import COMMIT, cache, write_model
@@ -62,7 +62,7 @@ def model(tmp_path_factory):
     folder = write_model(tmp_path_factory.mktemp("models") / "mine")
     template = "{% for each in messages %}{{ each['content'] }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}<think>{% endif %}"
-    config = {**tokenizer_config(), "chat_template": template}
+    config = {**TOKENIZER_CONFIG, "chat_template": template}
     tokenizer = build_tokenizer([], 1024)
     (folder / "tokenizer.json").write_text(tokenizer.to_str())
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -235,6 +235,11 @@ def batch(
     return requests
 
 
+def call_workers(engine: Engine, method: str, **arguments: str) -> list[Any]:
+    """One answer of each of vLLM's workers."""
+    return engine._loop.run(engine._client.core.rpc(method, **arguments))
+
+
 def sample(engine: Engine, requests: Sequence[SampleRequest]) -> list[Sampled]:
     return engine.submit(requests).result(WAIT_S)
 
@@ -306,7 +311,8 @@ def assert_takes_over(engine: Engine, base: Path, folder: Path) -> None:
     tensors = load_file(newer / "model.safetensors")
     tensors["model.layers.0.self_attn.extra.weight"] = torch.zeros(3)
     save_file(tensors, newer / "model.safetensors", metadata={"format": "pt"})
-    assert not engine.patch(base, newer)
+    folders = {"base_dir": str(base), "weights_dir": str(newer)}
+    assert not all(call_workers(engine, "patch_weights", **folders))
     assert_samples(engine, base)
     with pytest.raises(UserError, match=r"or none, in .* tensors: .*"):
         engine.check(newer, 1)

@@ -205,12 +205,9 @@ class Core:
         self.outputs, self.aborts, self.answers = (asyncio.Event() for _ in range(3))
         self.first_output = asyncio.Event()
 
-    async def add(self, name: str, prompt: Any, params: Any, rank: int) -> str:
+    async def generate(self, name: str, *_: Any) -> Any:
         self.names.append(name)
-        return name
-
-    async def output(self, collector: str) -> Any:
-        await (self.first_output if collector == self.names[0] else self.outputs).wait()
+        await (self.first_output if name == self.names[0] else self.outputs).wait()
         return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[TOKEN], finish_reason="stop")])
 
     async def abort(self, names: list[str]) -> None:

@@ -22,7 +22,7 @@ from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
 from sampler.engine import engine_process
 from sampler.engine.engine import Engine, EngineDied, same_death_is_final
-from sampler.engine.engine_process import Start
+from sampler.engine.engine_process import starting
 from sampler.engine.processes import SocketFolder, read_exit_reason, record_exit_reason
 from tests.preloaded import Program
 from tests.processes import alive, descendants, with_word
@@ -87,14 +87,14 @@ def test_a_core_that_dies_or_hangs_fails_what_is_under_way_and_a_load_starts_ano
 
 def test_a_core_that_is_slow_but_answers_is_left_alone(engine, monkeypatch):
     # given an engine that is asked for signs of life all the time
-    asked, ask = queue.Queue(), engine._core._ask
+    asked, ask = queue.Queue(), engine._client.core._ask
 
     async def counted():
         asked.put(True)
         await ask()
 
     monkeypatch.setattr(engine_process, "ASK_S", 0.001)
-    monkeypatch.setattr(engine._core, "_ask", counted)
+    monkeypatch.setattr(engine._client.core, "_ask", counted)
     expected, [core] = tokens_of(engine, batch()), engine.pids
     # when its core stands still until it was asked, again and again
     for _ in range(3):
@@ -188,9 +188,9 @@ def test_an_engine_is_closed_while_it_starts(untied):
 def test_a_start_that_is_told_to_end_or_hangs_ends_what_it_starts(told):
     spawn = multiprocessing.get_context("spawn")
     # given a start that is to end before it has a process, or takes too long
-    with Start(600.0 if told else 0.05) as start:
+    with starting(600.0 if told else 0.05) as start:
         if told:
-            start.kill()
+            start.set()
         # when it starts one, then that ends
         process = spawn.Process(target=time.sleep, args=(600,), daemon=True)
         process.start()

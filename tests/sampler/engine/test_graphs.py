@@ -20,9 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate
 
-from sampler.engine.gumbel_sampling import GumbelSampler, Rules, Vocabulary, _win
-from sampler.engine.recorder import TokenRecorder
 from sampler.engine.requests import split_recorded
+from sampler.engine.sampling import GumbelSampler, Rules, TokenRecorder, Vocabulary, _win
 from sampler.engine.worker_extension import SeededSampler, sampling_arguments
 from verify.toploc.codec import build_proofs, build_proofs_of
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from sampler.engine import gumbel_sampling
-from sampler.engine.gumbel_sampling import GumbelSampler, Rules, Vocabulary
+from sampler.engine import sampling
+from sampler.engine.sampling import GumbelSampler, Rules, Vocabulary
 from verify.noise import gumbel
 from verify.truncation import kept_from
 
@@ -86,7 +86,7 @@ def test_portions_give_what_the_whole_gives(monkeypatch):
     rules = rules_of(2, rows, temperature=0.7, top_k=50)
     whole = run(rows, size, rules, of_whole := logits_of(rows, size))
 
-    monkeypatch.setattr(gumbel_sampling, "_CPU_ELEMENTS", 5 * size)
+    monkeypatch.setattr(sampling, "_CPU_ELEMENTS", 5 * size)
     parts = run(rows, size, rules, of_parts := logits_of(rows, size))
 
     assert torch.equal(of_whole, of_parts)
@@ -147,12 +147,12 @@ def test_it_keeps_what_vllm_keeps(cut):
 def test_compiled_as_on_cuda_it_is_the_same_function(backend):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("torch compiles for CPUs with g++")
-    compiled = torch.compile(gumbel_sampling._win, dynamic=True, fullgraph=True, backend=backend)
+    compiled = torch.compile(sampling._win, dynamic=True, fullgraph=True, backend=backend)
     for rows, size, seed in ((8, 192, 5), (20, 1000, 6)):
         rules, positions = rules_of(seed, rows, temperature=0.8), positions_of(rows)
         vocabulary = Vocabulary.of(size, CPU)
         scores, _ = expected_scores(logits_of(rows, size), rules, positions)
-        plain = gumbel_sampling._win(logits_of(rows, size), rules, positions, vocabulary)
+        plain = sampling._win(logits_of(rows, size), rules, positions, vocabulary)
 
         tokens, logprobs = compiled(logits_of(rows, size), rules, positions, vocabulary)
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runspec.estimate.speed import RECORDED_ROWS
-from sampler.engine.recorder import (
+from sampler.engine.requests import split_recorded
+from sampler.engine.sampling import (
     RING,
     STEPS,
     TokenRecorder,
@@ -19,7 +20,6 @@ from sampler.engine.recorder import (
     by_topk,
     select_largest,
 )
-from sampler.engine.requests import split_recorded
 from verify.toploc.codec import CHUNK_ROWS, TOP_K, build_proofs, build_proofs_of, select
 
 SLOTS, LONGEST, HIDDEN = 4, 100, 8

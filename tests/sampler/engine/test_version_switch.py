@@ -125,7 +125,7 @@ async def test_those_under_way_end_first_and_those_that_wait_get_the_new_version
     before = here.ask()
     await here.under_way()
     here.move()
-    while here.switch._gate._opened.is_set():
+    while here.switch._opened.is_set():
         await asyncio.sleep(0)
     # when another request comes
     after = here.ask()

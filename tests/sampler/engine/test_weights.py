@@ -17,10 +17,9 @@ from safetensors.torch import load_file, save_file
 from bridge.delta import changed_elements
 from bridge.safetensors_io import read_headers, read_tensor
 from runspec.core.errors import UserError
-from sampler.engine.checks import probe_difference, read_probe
 from sampler.engine.engine import Engine
 from sampler.engine.loaded_weights import as_torch
-from sampler.engine.requests import Sampled, SampleRequest
+from sampler.engine.requests import Sampled, SampleRequest, probe_difference, read_probe
 from tests.sampler.engine.models import (
     END_TOKEN,
     FAMILIES,
@@ -32,6 +31,7 @@ from tests.sampler.engine.models import (
     assert_samples,
     assert_takes_over,
     batch,
+    call_workers,
     cpu_pool,
     differences,
     perturbed_version,
@@ -101,7 +101,7 @@ def test_a_sampler_of_each_family_computes_what_transformers_does(family, tmp_pa
                 ranks.check(newer, 1)
             assert f"in {len(stale)} tensors: {', '.join(stale)}" in str(error.value)
         # and a quantised parameter is named as one that cannot be read back
-        for each in ranks._rpc("compare_with_a_norm_in_fp8", weights_dir=str(version)):
+        for each in call_workers(ranks, "compare_with_a_norm_in_fp8", weights_dir=str(version)):
             assert each["different"] == [] and "model.norm.weight" in each["repacked"]
         # and the ranks take over a version as one rank does
         assert_takes_over(ranks, version, tmp_path / "taken over")
@@ -111,14 +111,19 @@ def test_a_sampler_of_each_family_computes_what_transformers_does(family, tmp_pa
 def test_a_tied_head_that_vllm_leaves_stale_is_caught_and_ours_follows_its_embedding(
     tied_engine, tied, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(tied_engine, "patch", lambda held, weights_dir: False)
+    core = tied_engine._client.core
+    answers, rpc = {"patch_weights": [False]}, core.rpc
+
+    async def answered(method, **arguments):
+        return answers[method] if method in answers else await rpc(method, **arguments)
+
+    monkeypatch.setattr(core, "rpc", answered)
     newer = perturbed_version(tied, tmp_path / "v1", "embed_tokens.weight")
     assert_follows(tied_engine, newer)
     # but where it is loaded as vLLM does alone, without packing a tied head anew
-    with monkeypatch.context() as patch:
-        patch.setattr(tied_engine, "repack", lambda: None)
-        with pytest.raises(UserError, match=r"version 2.*embed_tokens"):
-            tied_engine.load(tied, 2)
+    answers["repack_tied_head"] = []
+    with pytest.raises(UserError, match=r"version 2.*embed_tokens"):
+        tied_engine.load(tied, 2)
     assert tied_engine.version is None
 
 

@@ -16,9 +16,8 @@ import learner_jax.prefill as jax_engine
 from learner_jax.sharding import make_mesh
 from runspec.core.errors import UserError
 from runspec.core.spec import schema
-from sampler.prefill import engine as torch_engine
-from sampler.prefill import states
-from sampler.prefill.states import batches_by_length
+from sampler import prefill as torch_engine
+from sampler.prefill import batches_by_length
 from tests.learner_jax.families import FAMILIES, VOCABULARY, saved
 from tests.verify.small_model import small_spec
 from verify.checks.prefill import judge_proofs
@@ -95,7 +94,8 @@ def as_float(bits: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    monkeypatch.setattr(torch_engine, "_positions", lambda hidden_size, device: 100)
+    monkeypatch.setattr(torch_engine, "CPU_POSITIONS", 100)
+    monkeypatch.setattr(torch_engine, "CPU_NUMBERS", 0)
     monkeypatch.setitem(torch_engine.CHUNK_LOGITS, "cpu", 7 * VOCABULARY)
     monkeypatch.setitem(torch_engine.JUDGED_LOGITS, "cpu", 3 * VOCABULARY)
 
@@ -145,7 +145,7 @@ def test_every_family_is_computed_together_as_alone_and_with_shared_prompts(name
     # and whether prompts of groups are computed once changes nothing but rounding
     groups, found = groups_of_samples(), {}
     for share in (0.0, 2.0):  # of repeated prompts: any is enough, none is
-        monkeypatch.setattr(states, "WORTH_SHARING", share)
+        monkeypatch.setattr(torch_engine, "WORTH_SHARING", share)
         found[share] = prefill(policy, groups)
     for ours, whole, given in zip(found[0.0], found[2.0], groups, strict=True):
         assert len(ours.logprobs) == len(given.output_tokens)
@@ -222,9 +222,11 @@ def test_whatever_a_stage_computes_with_is_on_its_device(name):
     # then a version needs no device whole, and the states come out on the last
     for inputs in (rollouts(), groups_of_samples()):
         with torch.inference_mode():
-            batches = list(states.hidden_states(policy.body, inputs, positions=100, device=CPU[0]))
-        assert all(batch.hidden.device.type == "meta" for batch in batches)
-        assert sum(len(batch.members) for batch in batches) == len(inputs)
+            batches = list(
+                torch_engine.hidden_states(policy.body, inputs, positions=100, device=CPU[0])
+            )
+        assert all(hidden.device.type == "meta" for _, hidden in batches)
+        assert sum(len(members) for members, _ in batches) == len(inputs)
 
 
 def test_a_batch_is_fetched_once_every_stage_has_one():

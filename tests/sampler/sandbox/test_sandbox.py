@@ -19,12 +19,10 @@ from runspec.core.errors import UserError
 from sampler.sandbox import PYTHON, Limits, NotIsolated, probe, require, run, start
 from sampler.sandbox import process as parent_side
 from sampler.sandbox.__main__ import main
-from sampler.sandbox.inside import limits as inside_limits
-from sampler.sandbox.inside import messages, watchdog
+from sampler.sandbox.inside import control, kernel
+from sampler.sandbox.inside.control import Order
 from sampler.sandbox.inside.launcher import remove_scratch
-from sampler.sandbox.inside.messages import Order, unpack
-from sampler.sandbox.limits import Finished, judge
-from sampler.sandbox.process import SET_B, resolve_paths
+from sampler.sandbox.process import SET_B, Finished, judge, resolve_paths
 from tests.processes import alive
 
 LIMITS = Limits(wall_s=600.0)
@@ -167,24 +165,24 @@ def test_paths_are_made_real_and_the_links_on_the_way_are_kept(tmp_path):
 
 
 def test_an_order_crosses_whole_or_not_at_all():
-    order = Order()
-    order.command, order.environment, order.wall_s = [b"a", b""], {b"A": bytes(range(256))}, 1.5
-    message = messages.encode_order(vars(order))
-    assert vars(unpack(messages.read_order(BytesIO(message), BytesIO.read))) == vars(order)
+    sent = Order(command=[b"a", b""], environment={b"A": bytes(range(256))}, wall_s=1.5)
+    message = control.encode_order(sent)
+    read = control.read_order(BytesIO(message), BytesIO.read)
+    assert read is not None and vars(read) == vars(sent)
     for short in (b"", message[:4], message[:-1]):
-        assert messages.read_order(BytesIO(short), BytesIO.read) == {}
+        assert control.read_order(BytesIO(short), BytesIO.read) is None
 
 
 def test_an_answer_is_text_within_a_bound():
     here, there = os.pipe()
-    messages.answer(there, verdict="", failed="two\nlines", status=-9, wall_s=1.5)
+    control.answer(there, verdict="", failed="two\nlines", status=-9, wall_s=1.5)
     expected = {"verdict": "", "failed": "two lines", "status": "-9", "wall_s": "1.5"}
-    assert messages.read_answer(here) == expected
-    for size in (messages.MAX_ANSWER_BYTES + 1, 1 << 62):  # nothing of it is read
+    assert control.read_answer(here) == expected
+    for size in (control.MAX_ANSWER_BYTES + 1, 1 << 62):  # nothing of it is read
         os.write(there, size.to_bytes(8, "big"))
-        assert messages.read_answer(here) == {}
+        assert control.read_answer(here) == {}
     os.write(there, (8).to_bytes(8, "big") + b"a \xff\x00 b\nc")  # whatever stands there
-    assert messages.read_answer(here) == {"a": "\ufffd\x00 b", "c": ""}
+    assert control.read_answer(here) == {"a": "\ufffd\x00 b", "c": ""}
     os.close(there)
     os.close(here)
 
@@ -245,18 +243,18 @@ def test_the_launcher_imports_nothing_that_takes_its_time():
 
 @pytest.mark.parametrize("abi", range(1, 7))
 def test_landlock_holds_with_the_rights_of_an_older_kernel(abi, tmp_path):
-    if inside_limits.landlock_abi() < abi:
+    if kernel.landlock_abi() < abi:
         pytest.skip(f"Landlock's ABI {abi} is not here")
     for name in ("readable", "writable", "outside"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
     source = f"""
 import os
-from inside import kernel, limits
-limits.landlock_abi = lambda: {abi}
+from inside import kernel
+kernel.landlock_abi = lambda: {abi}
 kernel.prctl("", kernel.PR_SET_NO_NEW_PRIVS, 1)
 top = sys.argv[1].encode()
-limits.restrict_files([top + b"/readable"], [top + b"/writable"], [b"/dev/null"])
+kernel.restrict_files([top + b"/readable"], [top + b"/writable"], [b"/dev/null"])
 for name in ("readable", "writable", "outside"):
     for mode in ("r", "a", "x"):
         path = os.path.join(sys.argv[1], name, "new" if mode == "x" else "file")
@@ -295,15 +293,15 @@ os.kill(0, 9)
 
 def test_children_are_found_without_the_kernel_s_list():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        assert child.pid in watchdog._by_parent()(os.getpid())
-        assert child.pid in watchdog.descendants(os.getpid())
+        assert child.pid in control._by_parent()(os.getpid())
+        assert child.pid in control.descendants(os.getpid())
         child.communicate(b"\n")
 
 
 def test_an_ordinary_user_s_other_tasks_do_not_count_against_the_program():
     user = os.geteuid()
-    mine = inside_limits.tasks_of(user)
+    mine = kernel.tasks_of(user)
     assert mine >= 1
-    assert inside_limits.tasks_allowed(8, user, contained=False) >= mine / 2 + 8
-    assert inside_limits.tasks_allowed(8, user + 1, contained=False) == 8
-    assert inside_limits.tasks_allowed(8, user, contained=True) >= 9
+    assert kernel.tasks_allowed(8, user, contained=False) >= mine / 2 + 8
+    assert kernel.tasks_allowed(8, user + 1, contained=False) == 8
+    assert kernel.tasks_allowed(8, user, contained=True) >= 9

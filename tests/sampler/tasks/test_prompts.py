@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from runspec.core.errors import UserError
 from runspec.core.prompt_messages import prompt_messages
 from runspec.core.spec.schema import Data, Reward
-from sampler.tasks.grading.answers import Answer
-from sampler.tasks.grading.graders import Graders
+from sampler.tasks.answers import Answer
+from sampler.tasks.graders import Graders
 from sampler.tasks.interfaces import Score
 from sampler.tasks.prompts import PromptCodec, answer_in
 from verify.plugins import Problem

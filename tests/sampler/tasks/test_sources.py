@@ -141,7 +141,7 @@ def test_rows_of_another_data_set_are_mapped_column_by_column(tmp_path):
 )
 def test_a_hostile_row_is_named_with_its_file_and_line(tmp_path, monkeypatch, change, message):
     if "20000 bytes" in message:
-        monkeypatch.setattr("sampler.tasks.sources.file_source.MAX_ROW_BYTES", 20000)
+        monkeypatch.setattr("sampler.tasks.file_source.MAX_ROW_BYTES", 20000)
     rows = make_rows(6)
     lines = [json.dumps(row) for row in rows]
     lines[4] = change if isinstance(change, str) else json.dumps(rows[4] | change)
@@ -424,7 +424,7 @@ def test_without_a_place_to_remember_it_works_and_says_so(tmp_path, monkeypatch,
 def test_a_source_holds_a_part_of_its_files(tmp_path, monkeypatch, form):
     # given 16 MB of long rows, and little room for what is read
     monkeypatch.setattr("runspec.core.rows._TOGETHER_BYTES", 2**20)
-    monkeypatch.setattr("sampler.tasks.sources.file_source.CACHED_BYTES", 2**20)
+    monkeypatch.setattr("sampler.tasks.file_source.CACHED_BYTES", 2**20)
     rows = make_rows(400)
     for row in rows:
         row["verification_info"] = json.dumps({"tests": row["problem_id"].zfill(8) * 5_000})

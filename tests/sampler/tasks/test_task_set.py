@@ -25,9 +25,9 @@ from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.schema import Evaluation, RunSpec, SolveRate
 from runspec.core.spec.source_files import compare_data_digests, data_digest, source_files
 from runspec.lint.check import check_spec
+from sampler.tasks import file_source
 from sampler.tasks.check import check
-from sampler.tasks.sources import file_source
-from sampler.tasks.sources.gym import REFUSED
+from sampler.tasks.gym import REFUSED
 from sampler.tasks.task_set import RunTask, build_evaluation_set, build_task_set, split_of
 from sampler.tasks.traces import SPECIAL, build_tokenizer, build_warm_start_data
 from tests.sampler.tasks.conftest import SPECS, laptop_spec

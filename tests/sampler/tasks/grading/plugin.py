@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runspec.core.spec.schema import Reward
-from sampler.tasks.grading.answers import Answer
+from sampler.tasks.answers import Answer
 from verify.plugins import Problem
 
 TERM = """\

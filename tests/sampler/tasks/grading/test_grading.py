@@ -21,11 +21,11 @@ from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
 from runspec.core.spec.schema import RunSpec
 from sampler.__main__ import main
-from sampler.sandbox.probe import Mechanism, Report
-from sampler.tasks.grading import launch
-from sampler.tasks.grading.answers import MAX_ANSWER_CHARS, Answer, TermRules
-from sampler.tasks.grading.command import read_lines
-from sampler.tasks.grading.graders import Graders, GradersClosed
+from sampler.sandbox import Mechanism, Report
+from sampler.tasks import launch
+from sampler.tasks.answers import MAX_ANSWER_CHARS, Answer, TermRules
+from sampler.tasks.grade import read_lines
+from sampler.tasks.graders import Graders, GradersClosed
 from sampler.tasks.interfaces import Score, completed
 from tests.processes import with_word
 from tests.sampler.tasks.conftest import laptop_spec
@@ -77,8 +77,8 @@ def test_terms_that_hang_in_every_thread_stall_no_answer_behind_them(monkeypatch
                 end.wait()
             return float(answer)
 
-    monkeypatch.setattr("sampler.tasks.grading.graders.make_term", completed(Term))
-    monkeypatch.setattr("sampler.tasks.grading.graders._GRACE_S", 0.5)
+    monkeypatch.setattr("sampler.tasks.graders.make_term", completed(Term))
+    monkeypatch.setattr("sampler.tasks.graders._GRACE_S", 0.5)
     # when they are graded
     with closing(Graders([reward("chess")], processes=2)) as graders:
         results = graders.score(answers("chess", ["hang", "hang", "1", "0.5", "wrong"]))
@@ -165,7 +165,7 @@ def test_closing_gives_an_answer_in_work_no_grade_and_no_fault(make):
 
     thread = threading.Thread(target=call)
     thread.start()
-    eventually(lambda: graders._pool._alive, "a grader process")
+    eventually(lambda: graders._alive, "a grader process")
     # when the graders are closed, then it is told so, and claims nothing of anybody
     graders.close()
     thread.join()
@@ -185,7 +185,7 @@ def test_the_death_of_its_owner_ends_a_grader(tmp_path, monkeypatch):
     kind, module = install_term(tmp_path, monkeypatch)
     program = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from sampler.tasks.grading.graders import Graders\n"
+        "from sampler.tasks.graders import Graders\n"
         "from tests.sampler.tasks.grading.plugin import answers, reward\n"
         f"Graders([reward({kind!r}, timeout='10m')], processes=1)"
         f".score(answers({kind!r}, ['1', 'hang']))"
@@ -251,8 +251,7 @@ CALL = {"test_list": ["assert add(1, 2) == 3"]}
 def bare(monkeypatch):
     """No mechanism of the sandbox works."""
     monkeypatch.setattr(sampler.sandbox, "probe", lambda: NOWHERE)
-    monkeypatch.setattr(sys.modules["sampler.sandbox.probe"], "probe", lambda: NOWHERE)
-    launch._warn.cache_clear()
+    monkeypatch.setattr(launch, "_warned", set())
 
 
 def spec_of(trust: str, **fields: Any) -> RunSpec:
@@ -287,7 +286,7 @@ def test_where_the_sandbox_works_it_is_taken_whatever_the_spec_says():
 def test_graders_need_no_engine_and_import_no_term_before_it_is_asked():
     heavy = {"torch", "vllm", "transformers", "jax", "sympy", "reasoning_gym"}
     program = (
-        "import sys, sampler.tasks.grading.command, sampler.tasks.task_set\n"
+        "import sys, sampler.tasks.grade, sampler.tasks.task_set\n"
         "from sampler.tasks.interfaces import find_kind\n"
         "[find_kind(kind) for kind in ('math', 'code', 'reasoning_gym', 'target_length')]\n"
         f"print({heavy!r} & set(sys.modules))"
@@ -302,7 +301,7 @@ def test_mathematics_is_graded_without_a_sandbox_and_says_so_once_with_the_remed
     # when they are graded where no sandbox works
     with caplog.at_level("WARNING"), closing(Graders([reward("math")], processes=2)) as graders:
         assert graders.score([right] * 40) == [Score(1.0)] * 40
-        started = len(graders._pool._alive)
+        started = len(graders._alive)
     # then one line says so, whatever the number of processes, and what to do
     assert started == 2
     (warning,) = [r.getMessage() for r in caplog.records if r.name == launch.__name__]
@@ -416,7 +415,7 @@ def test_the_plug_ins_are_listed_with_who_offers_them(tmp_path, monkeypatch, cap
 
 
 def test_an_over_long_line_is_named_and_lone_surrogates_are_replaced(tmp_path, monkeypatch):
-    monkeypatch.setattr("sampler.tasks.grading.command.MAX_LINE_BYTES", 200)
+    monkeypatch.setattr("sampler.tasks.grade.MAX_LINE_BYTES", 200)
     path = written(tmp_path, row("x" * 1000), row("\ud800 18"), row("y" * 300))
     with Path(path).open("rb") as file:
         first, second, third = read_lines(file, "optional")

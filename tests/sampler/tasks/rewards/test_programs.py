@@ -7,9 +7,8 @@ import json
 import pytest
 
 from runspec.core.spec.schema import Reward
-from sampler.tasks.rewards.code.judge import program_of, same_output
-from sampler.tasks.rewards.code.sessions import with_names
-from sampler.tasks.rewards.code.term import CodeReward
+from sampler.tasks.rewards.code import CodeReward, same_output
+from sampler.tasks.rewards.code_tests import program_of, with_names
 from verify.plugins import Problem
 
 pytestmark = pytest.mark.slow

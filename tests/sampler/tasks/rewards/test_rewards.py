@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Reward
-from sampler.tasks.grading.answers import Answer, Result
-from sampler.tasks.grading.graders import Graders
-from sampler.tasks.interfaces import Score
-from sampler.tasks.rewards.code.formats import Malformed, read_tests
-from sampler.tasks.rewards.code.judge import program_of, same_output, same_value
-from sampler.tasks.rewards.code.plain import NotPlain, decode, encode
+from sampler.tasks.answers import Answer, Result
+from sampler.tasks.graders import Graders
+from sampler.tasks.interfaces import Score, TargetLengthReward
+from sampler.tasks.rewards.code import same_output, same_value
+from sampler.tasks.rewards.code_inside import NotPlain, decode, encode
+from sampler.tasks.rewards.code_tests import Malformed, program_of, read_tests
 from sampler.tasks.rewards.formulas import MAX_CHARS
-from sampler.tasks.rewards.target_length import TargetLengthReward
 from tests.campaigns import sampler as data_sets
 from tests.sampler.tasks.grading.plugin import reward
 from verify.plugins import GraderFault, Problem

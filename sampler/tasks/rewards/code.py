@@ -1,7 +1,8 @@
-"""Judge of programs: takes the program from the answer, runs it, compares outputs and values.
+"""The reward for programs: takes the program from the answer, runs it, compares what it returns.
 
 The program never sees the tests and returns only values. The comparison is made outside its
-sandbox.
+sandbox. Functions of a program, and tests that are code, run in processes that answer messages
+(`code_inside`), each in a sandbox of its own.
 """
 
 from __future__ import annotations
@@ -12,20 +13,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from textwrap import dedent, indent, shorten
-from typing import Any
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, ClassVar
 
-from sampler.sandbox import PYTHON, Limits, run
-from sampler.tasks.grading.launch import ChannelClosed, Overdue
-from sampler.tasks.rewards.code.formats import CallTest, CheckTests, StdioTest, Tests
-from sampler.tasks.rewards.code.plain import decode, encode
-from sampler.tasks.rewards.code.sessions import (
-    Program,
-    ProgramFailed,
-    Session,
-    started_by,
-    with_names,
-)
+from runspec.core.spec.schema import Reward
+from sampler.sandbox import PYTHON, Limits, run, start
+from sampler.tasks.interfaces import Score, TaskTerm
+from sampler.tasks.launch import Channel, ChannelClosed, NoMessage, Overdue, mechanisms
+from sampler.tasks.rewards import code_tests
+from sampler.tasks.rewards.code_inside import NotPlain, decode, encode
+from verify.plugins import Problem
 
 _MAX_NUMBER_CHARS = 400
 _NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(\.[0-9]*)?|(\.[0-9]+))([eE][+-]?[0-9]{1,4})?")
@@ -34,13 +32,49 @@ whole number lacks."""
 _BLANK = " \t\r\n\f\v"
 DEFAULT_TOLERANCE = 1e-6
 """Tolerance, relative or absolute, for numbers whose expected value is no whole number."""
-FENCE = "```"
 MAX_PROGRAM_CHARS = 256 * 1024
 MAX_CALLS = 200_000
 """Most calls of one program that its tests may make."""
 TESTS_S = 10.0
 """Seconds that tests which are code have beyond the program's time, so that a program that uses up
 its time does not look like a fault of the tests."""
+MAX_REPLY_BYTES = 2 * 1024 * 1024
+"""Longest message from a program or from tests."""
+TIMEOUT_S = 60.0
+LIMITS = Limits(memory_bytes=1 << 30, processes=16, file_bytes=16 << 20, output_bytes=4 << 20)
+
+
+class CodeReward(TaskTerm):
+    """1 for a Python program that passes all tests of its problem, else 0 with the reason.
+
+    The program is the answer's last fenced code block, or the answer. It runs in a sandbox of its
+    own, and so do tests that are code; docs/rewards.md lists the forms of verification_info.
+
+    Raises:
+        UserError: no sandbox works on this machine, and the reward needs one (`sandboxed`).
+    """
+
+    isolated: ClassVar[bool] = False
+    repeatable: ClassVar[bool] = False
+    executes_answers: ClassVar[bool] = True
+    timeout_s: ClassVar[float] = TIMEOUT_S
+
+    def __init__(self, reward: Reward) -> None:
+        place = f"reward.{reward.name}"
+        self._mechanisms = mechanisms(required=reward.sandboxed, place=place)
+        self._timeout_s = TIMEOUT_S if reward.timeout is None else float(reward.timeout)
+
+    def score(self, problem: Problem, answer: str) -> Score:
+        """Run the answer's program against the problem's tests.
+
+        Raises:
+            ValueError: verification_info cannot be read, or its tests cannot be run.
+        """
+        tests = code_tests.read_tests(problem.verification)
+        limits = replace(LIMITS, cpu_s=self._timeout_s)
+        judge = Judge(self._mechanisms, limits, time.monotonic() + self._timeout_s)
+        reason = judge.judge(code_tests.program_of(answer), tests)
+        return Score(0.0 if reason else 1.0, reason)
 
 
 @dataclass(frozen=True)
@@ -54,7 +88,7 @@ class Judge:
     deadline: float
     """Deadline of the whole judgement (`time.monotonic`)."""
 
-    def judge(self, program: str, tests: Tests) -> str:
+    def judge(self, program: str, tests: code_tests.Tests) -> str:
         """Run a program against all its tests, up to the first that fails.
 
         Args:
@@ -81,9 +115,9 @@ class Judge:
             return str(failure)
         return ""
 
-    def _run_stdio(self, program: str, tests: list[StdioTest], tolerance: float) -> None:
+    def _run_stdio(self, program: str, tests: list[code_tests.StdioTest], tolerance: float) -> None:
         source = program.encode(errors="replace")
-        files = {"main.py": started_by(program).encode(), "program.py": source}
+        files = {"main.py": code_tests.started_by(program).encode(), "program.py": source}
         for number, test in enumerate(tests, start=1):
             place = f"test {number} of {len(tests)}"
             left = self.deadline - time.monotonic()
@@ -102,10 +136,13 @@ class Judge:
             if not same_output(printed, test.expected, tolerance):
                 raise ProgramFailed(f"{place}: printed {_short(printed)}")
 
-    def _run_calls(self, program: str, tests: list[CallTest], tolerance: float) -> None:
-        setup = {"candidates": [program], "entry_point": None, "names": with_names(program)}
-        with self._session("inside_program", setup) as session:
-            called = Program(session)
+    def _run_calls(self, program: str, tests: list[code_tests.CallTest], tolerance: float) -> None:
+        setup = {
+            "candidates": [program],
+            "entry_point": None,
+            "names": code_tests.with_names(program),
+        }
+        with Session(self, "program", setup) as called:
             called.load()
             for number, test in enumerate(tests, start=1):
                 place = f"test {number} of {len(tests)}"
@@ -119,20 +156,14 @@ class Judge:
                 if not right:
                     raise ProgramFailed(f"{place}: returned another value")
 
-    def _run_check(self, program: str, tests: CheckTests) -> None:
-        candidates = completions(tests.prompt, program) if tests.prompt else [program]
+    def _run_check(self, program: str, tests: code_tests.CheckTests) -> None:
+        candidates = code_tests.completions(tests.prompt, program) if tests.prompt else [program]
         model = {"candidates": candidates, "entry_point": tests.entry_point, "names": ""}
-        data_set: dict[str, Any] = {
-            "prompt": tests.prompt,
-            "entry_point": tests.entry_point,
-            "before": tests.before,
-            "asserts": tests.asserts,
-        }
+        longer = replace(self, deadline=self.deadline + TESTS_S)
         with (
-            self._session("inside_program", model) as session,
-            self._session("inside_tests", data_set, TESTS_S) as checker,
+            Session(self, "program", model) as called,
+            Session(longer, "tests", vars(tests)) as checker,
         ):
-            called = Program(session)
             names = called.load()
             if tests.entry_point is not None and tests.entry_point not in names:
                 names.append(tests.entry_point)
@@ -143,14 +174,113 @@ class Judge:
                 raise ValueError(f"the tests cannot be run: {checker.exit_reason()}") from error
             _answer_calls(called, checker, message, set(names))
 
-    def _session(self, side: str, setup: dict[str, Any], longer_s: float = 0.0) -> Session:
-        deadline = self.deadline + longer_s
-        limits = replace(self.limits, wall_s=max(0.01, deadline - time.monotonic()))
-        return Session(side, setup, self.mechanisms, limits, deadline)
+
+class ProgramFailed(Exception):
+    """The program failed; the message says how."""
+
+
+class Session:
+    """A process in the sandbox that answers messages: the program, whose replies are not trusted,
+    or tests.
+
+    Args:
+        judge: has the mechanisms, the limits and the deadline.
+        side: `program` or `tests`.
+        setup: its first message.
+    """
+
+    def __init__(self, judge: Judge, side: str, setup: dict[str, Any]) -> None:
+        self._deadline, self._calls = judge.deadline, 0
+        self._setup = {"side": side, "recursion": code_tests.RECURSION, **setup}
+        limits = replace(judge.limits, wall_s=max(0.01, judge.deadline - time.monotonic()))
+        # The text is passed, because no file of ours is readable in the sandbox.
+        source = Path(__file__).with_name("code_inside.py").read_text(encoding="utf-8")
+        command = [*PYTHON, "-S", "-c", source]
+        self._process = start(command, limits=limits, mechanisms=judge.mechanisms)
+        pipes = self._process.stdout.fileno(), self._process.stdin.fileno()
+        self._channel = Channel(*pipes, max_bytes=MAX_REPLY_BYTES)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+
+    def set_up(self, **more: Any) -> None:
+        """Send the first message, with fields that were not known at the start of the process."""
+        self.send({**self._setup, **more})
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._channel.send(message, self._deadline)
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next message.
+
+        Raises:
+            ChannelClosed: the process ended, or sent something that is not a message.
+            Overdue: none arrived in time.
+        """
+        message = self._channel.receive(self._deadline)
+        if not isinstance(message, dict):
+            raise NoMessage("a message that is no object")
+        return message
+
+    def exit_reason(self) -> str:
+        """Describe how the process ended."""
+        return f"the program: {self._process.exit_reason()}"
+
+    def load(self) -> list[str]:
+        """Run the program; return the names of its public functions. Other names, such as
+        `__builtins__`, may mean something to the interpreter.
+
+        Raises:
+            ProgramFailed: it raised, ended or broke the protocol.
+        """
+        reply = self._ask(self._setup)
+        if "failed" in reply:
+            raise ProgramFailed(f"the program: {_text(reply['failed'])}")
+        names = reply.get("functions")
+        if not isinstance(names, list):
+            raise ProgramFailed("the program broke the protocol")
+        return [
+            name
+            for name in names
+            if isinstance(name, str) and name.isidentifier() and not name.startswith("_")
+        ]
+
+    def call(self, name: str, arguments: Any, named: Any) -> dict[str, Any]:
+        """Call a function of the program with encoded arguments; return `{"value": encoded}` or
+        `{"raised": kind, "text": text}`, whose depth is limited.
+
+        Raises:
+            ProgramFailed: the process ended or broke the protocol.
+        """
+        self._calls += 1
+        reply = self._ask({"id": self._calls, "name": name, "args": arguments, "named": named})
+        if reply.get("id") != self._calls:
+            raise ProgramFailed("the program broke the protocol")
+        if "value" in reply:
+            try:
+                return {"value": encode(decode(reply["value"]))}
+            except (NotPlain, RecursionError) as error:
+                raise ProgramFailed(f"{name} returned what is no plain data: {error}") from error
+        return {"raised": _text(reply.get("raised")), "text": _text(reply.get("text"))}
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the program's reply; an error of the conversation is the program's failure."""
+        try:
+            self.send(message)
+            return self.receive()
+        except NoMessage as error:
+            raise ProgramFailed(f"the program sent {error}") from error
+        except ChannelClosed as error:
+            raise ProgramFailed(f"{self.exit_reason()} ({error})") from error
+        except Overdue as error:
+            raise ProgramFailed("the program took too long") from error
 
 
 def _answer_calls(
-    called: Program, checker: Session, message: dict[str, Any], names: set[str]
+    called: Session, checker: Session, message: dict[str, Any], names: set[str]
 ) -> None:
     """Forward the tests' calls to the program until the tests report a result."""
     for _ in range(MAX_CALLS):
@@ -247,35 +377,5 @@ def _equal(ours: Any, theirs: Any, tolerance: float) -> bool:
     return bool(ours == theirs)
 
 
-def program_of(answer: str) -> str:
-    """Return the last fenced code block of an answer, closed or not; all of it if there is none."""
-    block: list[str] | None = None
-    last: str | None = None
-    margin = 0
-    for line in answer.replace("\r\n", "\n").split("\n"):
-        text = line.lstrip()
-        if not text.startswith(FENCE):
-            if block is not None:
-                block.append(line[margin:] if not line[:margin].strip() else line)
-        elif block is None:
-            block, margin = [], len(line) - len(text)
-        else:
-            last, block = "\n".join(block), None
-    if block:
-        last = "\n".join(block)
-    return answer if last is None else last
-
-
-def completions(prompt: str, text: str) -> list[str]:
-    """Return the programs that a completion of a prompt may stand for, in the order to try them.
-
-    The completion is the whole function or only its body, whose first line may lack indentation.
-    """
-    body = dedent(text).strip("\n")
-    return [
-        f"{prompt}\n\n{text}",
-        text,
-        f"{prompt}{text}",
-        f"{prompt}    {text.lstrip()}",
-        f"{prompt}{indent(body, '    ')}",
-    ]
+def _text(value: object) -> str:
+    return value[:400] if isinstance(value, str) else "Exception"

@@ -11,35 +11,26 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Literal
+from typing import BinaryIO, Literal
 from zipfile import BadZipFile
 
 import numpy as np
 import pyarrow as pa
 
+from runspec.core import rows as readers
 from runspec.core.canonical import hash_parts
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.rows import (
-    GROUP_BITS,
-    Row,
-    arrow_batches,
-    bounded_rows,
-    json_object,
-    json_rows,
-    parquet_groups,
-    readable,
-    table_rows,
-)
+from runspec.core.rows import Row
 from runspec.core.spec.schema import Source
 from runspec.core.spec.source_files import file_digest, row_files, source_files
 from sampler.tasks.interfaces import Keep, Part
-from sampler.tasks.sources.rows import ProblemRows, RowReader
+from sampler.tasks.rows import Gsm8kRows, LiveCodeBenchRows, ProblemRows, RowReader
 from verify.plugins import Problem
 
 _log = logging.getLogger(__name__)
@@ -67,6 +58,11 @@ _FORMS: Mapping[Form, str] = {
     "jsonl": "JSON Lines",
     "parquet": "Parquet",
     "arrow": "an Arrow stream",
+}
+_FORM_OF_KIND: Mapping[str, Form] = {"parquet": "parquet", "hf_dataset": "arrow"}
+_READERS: Mapping[str, Callable[[Source], RowReader]] = {
+    "gsm8k": Gsm8kRows,
+    "livecodebench": LiveCodeBenchRows,
 }
 _cached: OrderedDict[tuple[object, ...], pa.Table | pa.RecordBatch] = OrderedDict()
 _cache_lock = threading.Lock()
@@ -101,12 +97,23 @@ def _selected(
         source.model_dump_json(include={"params", "task_types", "solve_rate"}),
         keep.digest,
     ).hex()
-    path = _cache_path(key)
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        root = Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache"
+        path = root / "runspec" / "problems" / key
+    except RuntimeError:  # there is no home directory
+        path = None
     kept = None if path is None else _read_cache(path)
     if kept is None:
         kept = _scan(source, files, reader, keep)
-        if path is not None:
-            _write_cache(path, kept)
+        # A zip of arrays, whose checksums show damage.
+        types, summary = np.array(kept.task_types), np.array(kept.summary)
+        np.savez(file := BytesIO(), rows=kept.rows, task_types=types, summary=summary)
+        try:
+            if path is not None:
+                write_atomic(path, file.getvalue())
+        except UserError as error:
+            _log.warning("the selected rows are not cached: %s", error)
     _log.info("source %s: %s", source.name, kept.summary)
     return kept
 
@@ -174,28 +181,6 @@ def _all_rows(name: str, files: Sequence[RowFile]) -> Iterator[tuple[int, Row]]:
                 _log.info("source %s: %d rows read", name, count)
 
 
-def _cache_path(key: str) -> Path | None:
-    """Return the cache file of a key; None if there is no home directory."""
-    said = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        root = Path(said) if Path(said).is_absolute() else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return root / "runspec" / "problems" / key
-
-
-def _write_cache(path: Path, kept: SelectedRows) -> None:
-    """Write the rows as a zip of arrays, whose checksums show damage."""
-    file = BytesIO()
-    np.savez(
-        file, rows=kept.rows, task_types=np.array(kept.task_types), summary=np.array(kept.summary)
-    )
-    try:
-        write_atomic(path, file.getvalue())
-    except UserError as error:
-        _log.warning("the selected rows are not cached: %s", error)
-
-
 def _read_cache(path: Path) -> SelectedRows | None:
     """Return the cached rows; None if there are none or the file is damaged."""
     try:
@@ -233,9 +218,9 @@ class RowFile:
         """
         with self._open() as stream:
             if self._form == "jsonl":
-                yield from json_rows(stream, self._name, MAX_ROW_BYTES)
+                yield from readers.json_rows(stream, self._name, MAX_ROW_BYTES)
             else:
-                yield from table_rows(self._groups(stream, 0), self._name, MAX_ROW_BYTES)
+                yield from readers.table_rows(self._groups(stream, 0), self._name, MAX_ROW_BYTES)
 
     def row(self, number: int, at: int) -> Row:
         """Return the row of this number and position; several threads may read at once."""
@@ -244,10 +229,12 @@ class RowFile:
                 stream.seek(at)
                 line = stream.readline(MAX_ROW_BYTES + 1)
             place = f"{self._name}:{number}"
-            return Row(number, place, json_object(line, place), at)
-        group, within = at >> GROUP_BITS, at % (1 << GROUP_BITS)
+            return Row(number, place, readers.json_object(line, place), at)
+        group, within = at >> readers.GROUP_BITS, at % (1 << readers.GROUP_BITS)
         data = self._group(group).slice(within, 1)
-        ((row,),) = bounded_rows(data, most=MAX_ROW_BYTES, place=self._name, first=number - 1)
+        ((row,),) = readers.bounded_rows(
+            data, most=MAX_ROW_BYTES, place=self._name, first=number - 1
+        )
         return Row(number, f"{self._name}, row {number}", row, at)
 
     @contextmanager
@@ -263,7 +250,7 @@ class RowFile:
             raise _changed(
                 self.path, f"cannot be read any more: {error.strerror or error}"
             ) from error
-        with stream, readable(self._name, _FORMS[self._form]):
+        with stream, readers.readable(self._name, _FORMS[self._form]):
             now = os.fstat(stream.fileno())
             if (now.st_size, now.st_mtime_ns) != self._known:
                 raise _changed(self.path, "changed while the run reads it")
@@ -273,8 +260,8 @@ class RowFile:
         self, stream: BinaryIO, start: int
     ) -> Iterator[tuple[int, pa.Table | pa.RecordBatch]]:
         if self._form == "parquet":
-            return parquet_groups(stream, self._columns, self._name, start=start)
-        return arrow_batches(self.path, self._columns, self._name, start=start)
+            return readers.parquet_groups(stream, self._columns, self._name, start=start)
+        return readers.arrow_batches(self.path, self._columns, self._name, start=start)
 
     def _group(self, number: int) -> pa.Table | pa.RecordBatch:
         """Return a row group or batch; those that were read last are cached."""
@@ -295,21 +282,20 @@ def _changed(path: Path, reason: str) -> UserError:
 
 
 class FileSource:
-    """Problems from rows; implements `ProblemSource`. Subclasses say what files and rows are.
+    """Problems from rows of files; implements `ProblemSource`.
+
+    The kinds `jsonl`, `gsm8k` and `livecodebench` read JSON Lines, with one object a line, and
+    `parquet` reads Parquet: one file, a folder of them, or a pattern. `hf_dataset` reads a folder
+    that `Dataset.save_to_disk` wrote, with pyarrow alone, out of mapped memory: Arrow IPC streams
+    with `state.json`, which lists them. A `DatasetDict`, of which `params.split` names a part, is a
+    folder of such folders with `dataset_dict.json`.
 
     The files are scanned once, each row strictly checked, and the selected rows are cached on disk.
     After that a problem is read when it is requested.
 
-    Attributes:
-        form: of the files.
-        reader: makes the reader that turns rows into problems.
-
     Raises:
         UserError: a missing file, a malformed row, two equal ids, or no row is selected.
     """
-
-    form: ClassVar[Form] = "jsonl"
-    reader: ClassVar[type[Any]] = ProblemRows
 
     def __init__(self, source: Source, seed: int, keep: Keep) -> None:
         if source.uri is None:
@@ -319,9 +305,10 @@ class FileSource:
                 remedy="name the file or the folder with the rows",
             )
         self._name = source.name
-        self._reader: RowReader = self.reader(source)
+        self._reader: RowReader = _READERS.get(source.kind, ProblemRows)(source)
+        form = _FORM_OF_KIND.get(source.kind, "jsonl")
         self._files = [
-            RowFile(path, name, self.form, self._reader.columns)
+            RowFile(path, name, form, self._reader.columns)
             for name, path in row_files(source, source_files(source)).items()
         ]
         self._kept = _selected(source, self._files, self._reader, keep)

@@ -7,9 +7,8 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, get_args
@@ -18,8 +17,8 @@ from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
 from runspec.core.spec.plugins import REWARD_GROUP
 from runspec.core.spec.schema import Reward
-from sampler.tasks.grading.answers import Answer, Result
-from sampler.tasks.grading.graders import Graders
+from sampler.tasks.answers import Answer, Result
+from sampler.tasks.graders import Graders
 from sampler.tasks.interfaces import completed, find_kind
 from sampler.tasks.prompts import Thinking, answer_in
 from verify.plugins import GraderFault, Problem
@@ -83,7 +82,18 @@ def list_rewards(out: TextIO) -> int:
     """Print every installed kind of reward with its properties."""
     rows = [("kind", "role", "runs in", "repeatable", "offered by")]
     points = {point.name: point for point in entry_points_of(REWARD_GROUP)}
-    rows += [_about(points[name]) for name in sorted(points)]
+    for name, point in sorted(points.items()):
+        source = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
+        try:
+            kind = completed(point.load())
+        except Exception as error:  # noqa: BLE001 - a package may break in any way at its import
+            rows.append((name, "broken", f"{type(error).__name__}: {error}"[:80], "", source))
+            continue
+        where, repeatable = "the caller", True
+        if kind.role == "task":
+            where = "grader process" if kind.isolated else "sandbox of its own"
+            repeatable = kind.repeatable
+        rows.append((name, kind.role, where, "yes" if repeatable else "no", source))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -91,23 +101,12 @@ def list_rewards(out: TextIO) -> int:
     return 0
 
 
-def _about(point: EntryPoint) -> tuple[str, str, str, str, str]:
-    source = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
-    try:
-        kind = completed(point.load())
-    except Exception as error:  # noqa: BLE001 - a package may break in any way at its import
-        return point.name, "broken", f"{type(error).__name__}: {error}"[:80], "", source
-    if kind.role == "length":
-        return point.name, kind.role, "the caller", "yes", source
-    where = "grader process" if kind.isolated else "sandbox of its own"
-    return point.name, kind.role, where, "yes" if kind.repeatable else "no", source
-
-
 def _grade(lines: Iterator[Line], out: TextIO, *, as_json: bool) -> int:
     errors = graded = 0
-    with closing(_Kinds()) as kinds:
+    known: dict[str, Graders] = {}  # of each kind in the file, made when it first occurs
+    with ExitStack() as stack:
         while portion := list(islice(lines, LINES_AT_ONCE)):
-            for line, result in zip(portion, kinds.score(portion), strict=True):
+            for line, result in zip(portion, _score(portion, known, stack), strict=True):
                 errors += isinstance(result, GraderFault)
                 graded += 1
                 print(_shown(line, result, as_json=as_json), file=out, flush=True)
@@ -116,43 +115,32 @@ def _grade(lines: Iterator[Line], out: TextIO, *, as_json: bool) -> int:
     return 1 if errors else 0
 
 
-class _Kinds:
-    """Graders of each kind in a file, made when the kind first occurs."""
-
-    def __init__(self) -> None:
-        self._graders: dict[str, Graders] = {}
-
-    def score(self, lines: list[Line]) -> list[Result]:
-        """Grade a portion of lines; an error of a line or its kind is its result."""
-        results: dict[int, Result] = {}
-        alike: dict[tuple[str, float | None], list[tuple[int, Answer]]] = {}
-        for line in lines:
-            if line.answer is None:
-                results[line.number] = GraderFault(line.error)
-            else:
-                key = (line.answer.problem.task_type, line.timeout_s)
-                alike.setdefault(key, []).append((line.number, line.answer))
-        for (kind, timeout), numbered in alike.items():
-            scored = self._score(kind, timeout, [answer for _, answer in numbered])
-            results.update(zip((number for number, _ in numbered), scored, strict=True))
-        return [results[line.number] for line in lines]
-
-    def close(self) -> None:
-        for graders in self._graders.values():
-            graders.close()
-
-    def _score(self, kind: str, timeout: float | None, answers: list[Answer]) -> list[Result]:
+def _score(lines: list[Line], known: dict[str, Graders], stack: ExitStack) -> list[Result]:
+    """Grade a portion of lines; an error of a line or its kind is its result."""
+    results: dict[int, Result] = {}
+    alike: dict[tuple[str, float | None], list[tuple[int, Answer]]] = {}
+    for line in lines:
+        if line.answer is None:
+            results[line.number] = GraderFault(line.error)
+        else:
+            key = (line.answer.problem.task_type, line.timeout_s)
+            alike.setdefault(key, []).append((line.number, line.answer))
+    for (kind, timeout), numbered in alike.items():
+        numbers, answers = zip(*numbered, strict=True)
         try:
             if find_kind(kind).role != "task":
                 raise UserError(f"task_type: kind {kind} grades lengths, not answers")
             if timeout is not None:
                 with closing(_graders(kind, timeout)) as own:
-                    return own.score(answers)
-            if kind not in self._graders:
-                self._graders[kind] = _graders(kind, None)
-            return self._graders[kind].score(answers)
+                    scored = own.score(answers)
+            else:
+                if kind not in known:
+                    known[kind] = stack.enter_context(closing(_graders(kind, None)))
+                scored = known[kind].score(answers)
         except UserError as error:
-            return [GraderFault(error.thing)] * len(answers)
+            scored = [GraderFault(error.thing)] * len(answers)
+        results.update(zip(numbers, scored, strict=True))
+    return [results[line.number] for line in lines]
 
 
 def _graders(kind: str, timeout: float | None) -> Graders:
@@ -164,20 +152,17 @@ def _shown(line: Line, result: Result, *, as_json: bool) -> str:
     said = str(result) if isinstance(result, GraderFault) else result.reason
     said = said.removeprefix(f"line {line.number}: ")
     if as_json:
-        row: dict[str, Any] = {"line": line.number}
+        about: dict[str, Any] = {"line": line.number}
         if line.identity is not None:
-            row["id"] = line.identity
+            about["id"] = line.identity
         if isinstance(result, GraderFault):
-            return json.dumps({**row, "error": said})
-        return json.dumps({**row, "reward": result.value, "reason": said})
+            return json.dumps({**about, "error": said})
+        return json.dumps({**about, "reward": result.value, "reason": said})
     label = f"{line.number:>6}" + (f"  {line.identity}" if line.identity is not None else "")
     value = "error" if isinstance(result, GraderFault) else f"{result.value:.4g}"
-    return _printable(f"{label}  {value:<6} {' '.join(said.split())}".rstrip())
-
-
-def _printable(text: str) -> str:
-    """Return a text as one line without control characters for the terminal."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    row = f"{label}  {value:<6} {' '.join(said.split())}".rstrip()
+    # One line without control characters for the terminal.
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in row)
 
 
 @dataclass(frozen=True)
@@ -214,37 +199,24 @@ def _line(number: int, data: bytes, thinking: Thinking) -> Line:
     identity = None
     try:
         row = _object(data, "the line")
-        identity = row.get("id")
-        problem = Problem(
-            problem_id=f"line {number}",
-            task_type=_text(row, "task_type"),
-            prompt="",
-            verification=_verification(row),
-        )
-        answer = Answer(problem, answer_in(_text(row, "completion"), thinking) or "")
-        return Line(number, answer, "", identity, _timeout(row))
+        identity, task_type = row.get("id"), _text(row, "task_type")
+        info, timeout = row.get("verification_info"), row.get("timeout")
+        if isinstance(info, str):
+            info = _object(info.encode(errors="surrogatepass"), "verification_info")
+        if not isinstance(info, dict):
+            raise BadLine("verification_info: neither an object nor one as a JSON string")
+        text = answer_in(_text(row, "completion"), thinking) or ""
+        if timeout is not None:
+            if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+                raise BadLine("timeout: not a number of seconds")
+            if not MIN_TIMEOUT_S <= timeout <= MAX_TIMEOUT_S:
+                limits = f"{MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g} s"
+                raise BadLine(f"timeout: {timeout} is not in {limits}")
+            timeout = float(timeout)
+        answer = Answer(Problem(f"line {number}", task_type, "", info), text)
+        return Line(number, answer, "", identity, timeout)
     except BadLine as error:
         return Line(number, None, str(error), identity)
-
-
-def _verification(row: dict[str, Any]) -> dict[str, Any]:
-    value = row.get("verification_info")
-    if isinstance(value, str):
-        return _object(value.encode(errors="surrogatepass"), "verification_info")
-    if not isinstance(value, dict):
-        raise BadLine("verification_info: neither an object nor one as a JSON string")
-    return value
-
-
-def _timeout(row: dict[str, Any]) -> float | None:
-    value = row.get("timeout")
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise BadLine("timeout: not a number of seconds")
-    if not MIN_TIMEOUT_S <= value <= MAX_TIMEOUT_S:
-        raise BadLine(f"timeout: {value} is not in {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g} s")
-    return float(value)
 
 
 def _text(row: dict[str, Any], field: str) -> str:

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -111,6 +110,7 @@ class Channel:
 
 
 _WARNING = threading.Lock()
+_warned: set[str] = set()
 START_S = 60.0
 """Seconds from the start of a grader to its first message; it imports its terms meanwhile."""
 SEND_S = 30.0
@@ -132,7 +132,7 @@ class Packages:
             return spec_from_file_location(name, packages[name])
 sys.path[:] = paths
 sys.meta_path.insert(0, Packages)
-from sampler.tasks.grading.answers import main
+from sampler.tasks.answers import main
 main()
 """
 """Imports our packages and those of the plug-ins by their files, because the folders around them,
@@ -155,7 +155,14 @@ def mechanisms(*, required: bool, place: str) -> tuple[str, ...]:
     if report.isolates:
         return report.working
     with _WARNING:  # several graders start at once, and each would warn
-        _warn(place)
+        if place not in _warned:
+            _warned.add(place)
+            logging.getLogger(__name__).warning(
+                "%s: no sandbox works on this machine; answers are graded in processes without "
+                "one. `python -m sampler.sandbox` names what to switch on (docs/sandbox.md, "
+                "Making it work)",
+                place,
+            )
     return ()
 
 
@@ -182,15 +189,6 @@ def require_graders(spec: RunSpec) -> None:
             sandbox.require(f"reward.{reward.name}")
 
 
-@cache
-def _warn(place: str) -> None:
-    logging.getLogger(__name__).warning(
-        "%s: no sandbox works on this machine; answers are graded in processes without one. "
-        "`python -m sampler.sandbox` names what to switch on (docs/sandbox.md, Making it work)",
-        place,
-    )
-
-
 class GraderLost(Exception):
     """A grader process can no longer be used: it died, hangs, or breaks the protocol."""
 
@@ -211,10 +209,19 @@ class GraderProcess:
         points = {reward.kind: reward_entry_point(reward) for reward in rewards}
         settings = {reward.kind: reward.model_dump(mode="json") for reward in rewards}
         packages, readable = _packages(points.values())
-        paths = [path for path in sys.path if _installed(path)]
+        # The interpreter's own entries, and folders of installed packages.
+        paths = [
+            path
+            for path in sys.path
+            if Path(path).exists()
+            and (
+                Path(path).is_relative_to(sys.base_prefix)
+                or Path(path).name in ("site-packages", "dist-packages")
+            )
+        ]
         command = [*PYTHON, "-c", _BOOT, json.dumps([paths, packages])]
         try:
-            self._isolated = start(
+            self._isolated = isolated = start(
                 command,
                 limits=LIMITS,
                 readable=[*readable, *map(Path, paths)],
@@ -222,11 +229,12 @@ class GraderProcess:
             )
         except NotIsolated as error:
             raise _no_start(str(error)) from error
-        self._channel = Channel(
-            self._isolated.stdout.fileno(),
-            self._isolated.stdin.fileno(),
-            max_bytes=MAX_REPLY_BYTES,
-        )
+        self.stop = isolated.stop
+        """Lets the process end without waiting for it; may be called by another thread."""
+        self.kill = isolated.kill
+        """Kills the process and all that it started."""
+        pipes = isolated.stdout.fileno(), isolated.stdin.fileno()
+        self._channel = Channel(*pipes, max_bytes=MAX_REPLY_BYTES)
         terms = {kind: (point.module, point.attr, settings[kind]) for kind, point in points.items()}
         try:
             self._guard(lambda: self._channel.send({"terms": terms}, time.monotonic() + START_S))
@@ -258,14 +266,6 @@ class GraderProcess:
         if not isinstance(reply, dict):
             raise GraderLost("the grader does not speak the protocol")
         return reply
-
-    def stop(self) -> None:
-        """Let the process end without waiting for it; may be called by another thread."""
-        self._isolated.stop()
-
-    def kill(self) -> None:
-        """Kill the process and all that it started."""
-        self._isolated.kill()
 
     def _guard(self, step: Callable[[], Any]) -> Any:
         try:
@@ -305,9 +305,3 @@ def _packages(points: Iterable[EntryPoint]) -> tuple[dict[str, str], list[Path]]
         files[name] = str(file)
         readable.append(file.parent if file.name == "__init__.py" else file)
     return files, readable
-
-
-def _installed(path: str) -> bool:
-    """Whether an entry of sys.path is the interpreter's own or a folder of installed packages."""
-    own = Path(path).is_relative_to(sys.base_prefix)
-    return Path(path).exists() and (own or Path(path).name in ("site-packages", "dist-packages"))

@@ -1,19 +1,123 @@
-"""Watchdog over the total use of all processes of a program, which the kernel does not limit.
+"""The parent's order for one isolated program, the answers to it, and the watchdog over its limits.
 
+Each message has its length in front. The order is written by `marshal`, which is safe only for data
+of a trusted process, and only the parent holds the sending end. The answers come from processes
+nearer to the program and are bounded text.
+
+The watchdog sees to the total use of all processes of the program, which the kernel does not limit.
 Between two checks a program can exceed a total. The limits of each process always hold.
 """
 
 from __future__ import annotations
 
+import marshal
 import os
 import stat
 import time
 
-from .messages import NAMESPACES, Order
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # without the import of `typing`
     from collections.abc import Callable
+    from typing import Any
+
+NAMESPACES, LANDLOCK, SECCOMP = "namespaces", "landlock", "seccomp"
+MAX_ANSWER_BYTES = 64 * 1024
+_LENGTH_BYTES = 8
+
+
+class Order:
+    """Order of the parent for one isolated program, as typed fields that `marshal` writes.
+
+    Attributes:
+        command: the program and its arguments.
+        files: (path below the scratch directory, content) of files that exist at the start.
+        readable: real paths that it may read, none below another.
+        links: (path, target) of the symbolic links on the way to them.
+        mechanisms: which of NAMESPACES, LANDLOCK, SECCOMP apply; if none, only the limits do.
+        filter: the seccomp program.
+        scratch: the scratch directory outside of namespaces; empty inside.
+        read_all: whether root keeps the right to read files of others (see `kernel`).
+        wall_s, cpu_s: seconds; None is no limit. CPU time of all its processes together.
+        memory_bytes: of each process and of all together.
+        processes: processes and threads at a time.
+        file_bytes: of a file, and of the scratch directory.
+    """
+
+    command: list[bytes]
+    environment: dict[bytes, bytes]
+    files: list[tuple[bytes, bytes]]
+    readable: list[bytes]
+    links: list[tuple[bytes, bytes]]
+    mechanisms: list[str]
+    filter: bytes
+    scratch: bytes
+    read_all: bool
+    wall_s: float | None
+    cpu_s: float | None
+    memory_bytes: int
+    processes: int
+    file_bytes: int
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+
+def encode_order(order: Order) -> bytes:
+    """Encode an order, whose fields are plain values."""
+    return _framed(marshal.dumps(vars(order)))
+
+
+def read_order(source: Any, receive: Callable[[Any, int], bytes] = os.read) -> Order | None:
+    """Read the parent's order; None if the parent closed before it was complete.
+
+    Args:
+        source: a descriptor, or another argument for `receive`.
+        receive: returns at most a number of bytes of the source, none at its end.
+    """
+    body = _exactly(source, receive, _size(source, receive))
+    return Order(**marshal.loads(body)) if body else None  # noqa: S302 - only the parent writes it
+
+
+def answer(descriptor: int, **fields: str | float) -> None:
+    """Send names and values back.
+
+    Raises:
+        OSError: the other side has closed its end.
+    """
+    lines = (f"{name} {str(value)[:4096]}".replace("\n", " ") for name, value in fields.items())
+    rest = memoryview(_framed("\n".join(lines).encode(errors="replace")))
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def read_answer(source: Any, receive: Callable[[Any, int], bytes] = os.read) -> dict[str, str]:
+    """Read the next answer; empty if the other side closed before it was complete."""
+    size = _size(source, receive)
+    if size > MAX_ANSWER_BYTES:
+        return {}
+    lines = _exactly(source, receive, size).decode(errors="replace").splitlines()
+    return {name: value for name, _, value in (line.partition(" ") for line in lines)}
+
+
+def _framed(data: bytes) -> bytes:
+    return len(data).to_bytes(_LENGTH_BYTES, "big") + data
+
+
+def _size(source: Any, receive: Callable[[Any, int], bytes]) -> int:
+    return int.from_bytes(_exactly(source, receive, _LENGTH_BYTES), "big")
+
+
+def _exactly(source: Any, receive: Callable[[Any, int], bytes], size: int) -> bytes:
+    """Return so many bytes; none if the end comes before."""
+    parts = []
+    while size:
+        part = receive(source, size)
+        if not part:
+            return b""
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -59,7 +163,8 @@ class Watchdog:
         self.cpu = max(cpu, self.cpu)
         if self._order.cpu_s and cpu > self._order.cpu_s:
             return "cpu"
-        if memory > self._order.memory and self._proportional(pids) > self._order.memory:
+        most = self._order.memory_bytes
+        if memory > most and self._proportional(pids) > most:
             return "memory"
         if tasks > self._order.processes:
             return "processes"
@@ -72,8 +177,13 @@ class Watchdog:
 
         Memory that processes share counts for each.
         """
-        pages = tasks = 0
-        cpu = self._collected()
+        pages = tasks = cpu = 0
+        try:  # ticks of the ended processes that the init process collected
+            with open(f"/proc/{self._init}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+            cpu = int(fields[13]) + int(fields[14])
+        except OSError:
+            pass  # it has ended
         pids = descendants(self._init)
         for pid in pids:
             try:
@@ -87,15 +197,6 @@ class Watchdog:
             tasks += int(fields[17])
             pages += int(memory[1])
         return cpu / _TICKS, pages * _PAGE, tasks, pids
-
-    def _collected(self) -> int:
-        """Return the clock ticks of the ended processes that the init process collected."""
-        try:
-            with open(f"/proc/{self._init}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:
-            return 0  # it has ended
-        return int(fields[13]) + int(fields[14])
 
     def _proportional(self, pids: list[int]) -> int:
         """Return anonymous memory in bytes; shared memory is divided among the sharers."""

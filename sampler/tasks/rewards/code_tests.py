@@ -1,14 +1,30 @@
-"""Parser of the verification_info of programming problems, in the forms of several data sets."""
+"""Reader of a programming problem: the tests in its verification_info, in the forms of several data
+sets, and the program in an answer."""
 
 from __future__ import annotations
 
+import builtins
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from textwrap import dedent, indent
 from typing import Any
 
 MAX_TESTS = 10_000
 MAX_TEXT_CHARS = 32 * 1024 * 1024
+FENCE = "```"
+RECURSION = 50_000
+"""As LeetCode's and LiveCodeBench's evaluators have it."""
+_MODULES = (
+    *("typing", "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math"),
+    *("random", "statistics", "itertools", "functools", "operator", "io", "sys", "json"),
+)
+"""In its order: of two modules that have a name, the later one gives it. Only `typing` is earlier
+than there, for its Counter is no class."""
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
 class Malformed(ValueError):
@@ -73,11 +89,15 @@ def read_tests(info: Mapping[str, Any]) -> Tests:
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or tolerance < 0:
         raise Malformed("float_tolerance", f"{tolerance!r:.80} is no number >= 0")
     if "test_cases" in info:
-        stdio, calls = _test_cases(_unpacked(info["test_cases"], "test_cases"))
+        stdio, calls = _test_cases(_json(info["test_cases"], "test_cases"))
     elif "inputs" in info or "outputs" in info:
         stdio, calls = _inputs_outputs(info)
-    elif "test" in info:
-        return Tests([], [], _human_eval(info))
+    elif "test" in info:  # HumanEval
+        name = _text(info.get("entry_point"), "entry_point")
+        if not name.isidentifier():
+            raise Malformed("entry_point", f"{name!r:.80} is no name")
+        prompt = _text(info.get("prompt", ""), "prompt")
+        return Tests([], [], CheckTests(prompt, name, [("test", _text(info["test"], "test"))], []))
     elif "test_list" in info:
         return Tests([], [], _mbpp(info))
     else:
@@ -106,27 +126,17 @@ def _test_cases(cases: Any) -> tuple[list[StdioTest], list[CallTest]]:
 
 def _inputs_outputs(info: Mapping[str, Any]) -> tuple[list[StdioTest], list[CallTest]]:
     """Parse the tests of APPS and LiveCodeBench."""
-    inputs = [item for _, item in _each(_unpacked(info.get("inputs"), "inputs"), "inputs")]
-    outputs = [item for _, item in _each(_unpacked(info.get("outputs"), "outputs"), "outputs")]
+    inputs, outputs = (_each(_json(info.get(f), f), f) for f in ("inputs", "outputs"))
     if len(inputs) != len(outputs):
         raise Malformed("outputs", f"{len(outputs)} for {len(inputs)} inputs")
-    pairs = list(enumerate(zip(inputs, outputs, strict=True)))
-    if info.get("fn_name"):
-        name = info["fn_name"]
-        return [], [_call(name, given, out, f"inputs[{i}]") for i, (given, out) in pairs]
-    return [_stdio(given, out, f"inputs[{i}]") for i, (given, out) in pairs], []
-
-
-def _human_eval(info: Mapping[str, Any]) -> CheckTests:
-    name = _text(info.get("entry_point"), "entry_point")
-    if not name.isidentifier():
-        raise Malformed("entry_point", f"{name!r:.80} is no name")
-    prompt = _text(info.get("prompt", ""), "prompt")
-    return CheckTests(prompt, name, [("test", _text(info["test"], "test"))], [])
+    rows = [(given, out, place) for (place, given), (_, out) in zip(inputs, outputs, strict=True)]
+    if name := info.get("fn_name"):
+        return [], [_call(name, *row) for row in rows]
+    return [_stdio(*row) for row in rows], []
 
 
 def _mbpp(info: Mapping[str, Any]) -> CheckTests:
-    tests = _each(_unpacked(info["test_list"], "test_list"), "test_list")
+    tests = _each(_json(info["test_list"], "test_list"), "test_list")
     asserts = [(place, _text(test, place)) for place, test in tests]
     imports = info.get("test_imports", [])
     if not isinstance(imports, list):
@@ -150,6 +160,7 @@ def _call(name: Any, given: Any, expected: Any, place: str) -> CallTest:
 
 
 def _json(text: Any, place: str, *, else_text: bool = False) -> Any:
+    """Return a field that may be JSON in a string."""
     if not isinstance(text, str):
         return text
     try:
@@ -177,14 +188,72 @@ def _text(value: Any, place: str) -> str:
     return value
 
 
-def _unpacked(value: Any, place: str) -> Any:
-    """Return a field that may be JSON in a string."""
-    return _json(value, place) if isinstance(value, str) else value
-
-
 def _each(values: Any, field: str) -> list[tuple[str, Any]]:
     if not isinstance(values, list):
         raise Malformed(field, "is missing" if values is None else "is no list")
     if not 1 <= len(values) <= MAX_TESTS:
         raise Malformed(field, f"has {len(values)} tests")
     return [(f"{field}[{index}]", value) for index, value in enumerate(values)]
+
+
+def program_of(answer: str) -> str:
+    """Return the last fenced code block of an answer, closed or not; all of it if there is none."""
+    block: list[str] | None = None
+    last: str | None = None
+    margin = 0
+    for line in answer.replace("\r\n", "\n").split("\n"):
+        text = line.lstrip()
+        if not text.startswith(FENCE):
+            if block is not None:
+                block.append(line[margin:] if not line[:margin].strip() else line)
+        elif block is None:
+            block, margin = [], len(line) - len(text)
+        else:
+            last, block = "\n".join(block), None
+    if block:
+        last = "\n".join(block)
+    return answer if last is None else last
+
+
+def completions(prompt: str, text: str) -> list[str]:
+    """Return the programs that a completion of a prompt may stand for, in the order to try them.
+
+    The completion is the whole function or only its body, whose first line may lack indentation.
+    """
+    body = dedent(text).strip("\n")
+    return [
+        f"{prompt}\n\n{text}",
+        text,
+        f"{prompt}{text}",
+        f"{prompt}    {text.lstrip()}",
+        f"{prompt}{indent(body, '    ')}",
+    ]
+
+
+def with_names(program: str) -> str:
+    """Return imports of the names in a program that the standard library's modules have."""
+    origins, used = _origins(), set(_NAME.findall(program))
+    lines = [f"import {module}" for module in _MODULES if module in used]
+    found = sorted(used & origins.keys())
+    return "\n".join([f"from {origins[name]} import {name}" for name in found] + lines)
+
+
+def started_by(program: str) -> str:
+    """Return the script that runs `program.py` beside it as the main program."""
+    return (
+        f"{with_names(program)}\nimport sys\nsys.setrecursionlimit({RECURSION})\n"
+        'exec(compile(open("program.py", "rb").read(), "program.py", "exec", dont_inherit=True))\n'
+    )
+
+
+@lru_cache
+def _origins() -> dict[str, str]:
+    """Return the module of each name that star imports of the modules give. Python's own names, and
+    those of the modules themselves, keep their meaning."""
+    found: dict[str, str] = {}
+    for name in _MODULES:
+        module = import_module(name)
+        public = getattr(module, "__all__", [each for each in dir(module) if each[0] != "_"])
+        found |= dict.fromkeys(public, name)
+    kept = {*dir(builtins), *_MODULES}
+    return {name: module for name, module in found.items() if name not in kept}

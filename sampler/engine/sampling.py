@@ -1,9 +1,13 @@
-"""Records each sampled token: log-prob, version, and the activations that a TOPLOC proof needs.
+"""Samples tokens with public noise, and records each with what a TOPLOC proof needs; without vLLM.
 
-vLLM computes rows that never become tokens. In a chunked prefill, each chunk but the last samples a
-row that is dropped. A preempted request is prefilled again. An asynchronous scheduler runs one row
-beyond an end that it has not seen. So rows are keyed by (slot, position), where the position is the
-number of output tokens before the row. A row replaces all rows from its position on.
+token = argmax_v(logits_v / T + gumbel_v) is a sample of softmax(logits / T) (Gumbel 1954; Maddison
+et al. 2014). The same token wins argmax_v(exp(logits_v / T) / exponential_v): see `verify.noise`.
+
+A record is the log-prob, the version and the activations. vLLM computes rows that never become
+tokens. In a chunked prefill, each chunk but the last samples a row that is dropped. A preempted
+request is prefilled again. An asynchronous scheduler runs one row beyond an end that it has not
+seen. So rows are keyed by (slot, position), where the position is the number of output tokens
+before the row. A row replaces all rows from its position on.
 
 Hidden states never leave the device. A ring holds the last rows of each slot. When 32 rows complete
 a TOPLOC chunk, its 128 largest magnitudes are selected on the device, and only those are copied.
@@ -15,14 +19,15 @@ Nothing in `record` waits for the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from sampler.engine.requests import Recorded
+from verify.noise import exponential, token_words
 from verify.toploc.codec import CHUNK_ROWS, MAGNITUDE, TOP_K, blocks, select
+from verify.truncation import kept_from
 
 _PORTION_ELEMENTS = 1 << 23
 """Elements processed at once on a device: about 200 MB of keys, for any number of chunks."""
@@ -35,8 +40,7 @@ RING = CHUNK_ROWS + STEPS + RUN_AHEAD
 """Rows of hidden states in the ring of a sequence."""
 
 
-@dataclass(frozen=True)
-class Selected:
+class Selected(NamedTuple):
     """The k = min(128, 32 x D) largest of C chunks, padded to 128, in transfer to the host."""
 
     indices: torch.Tensor
@@ -68,10 +72,8 @@ def select_largest(chunks: torch.Tensor, rows: np.ndarray) -> Selected:
     found = [
         by_topk(chunks[at : at + step], rows[at : at + step]) for at in range(0, len(rows), step)
     ]
-    return Selected(
-        torch.cat([part.indices for part in found]).to("cpu", non_blocking=True),
-        torch.cat([part.bits for part in found]).to("cpu", non_blocking=True),
-    )
+    columns = zip(*found, strict=True)
+    return Selected(*(torch.cat(column).to("cpu", non_blocking=True) for column in columns))
 
 
 def by_topk(chunks: torch.Tensor, rows: np.ndarray) -> Selected:
@@ -211,22 +213,16 @@ class TokenRecorder:
             self._length[slot], self._furthest[slot] = 0, -1
             self._selected[slot] = {}
 
-    def _advance(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """Note the length of each sequence; one with a gap is short, which `take` reports."""
-        furthest = np.where(positions == 0, 0, np.maximum(self._furthest[slots], positions))
-        starts = positions // CHUNK_ROWS * CHUNK_ROWS
-        joined = (positions <= self._length[slots]) & (furthest < starts + RING)
-        self._length[slots] = np.where(
-            joined, positions + 1, np.minimum(self._length[slots], starts)
-        )
-        self._furthest[slots] = furthest
-
     def _write(self) -> None:
         """Write the rows of the last steps to their slots."""
         if not self._pending:
             return
-        for step in self._pending:
-            self._advance(step.slots, step.positions)
+        for at, row, _ in self._pending:  # a sequence with a gap is short, which `take` reports
+            furthest = np.where(row == 0, 0, np.maximum(self._furthest[at], row))
+            starts = row // CHUNK_ROWS * CHUNK_ROWS
+            joined = (row <= self._length[at]) & (furthest < starts + RING)
+            self._length[at] = np.where(joined, row + 1, np.minimum(self._length[at], starts))
+            self._furthest[at] = furthest
         steps, self._pending = self._pending, []
         filled, self._filled = self._filled, 0
         slots = np.concatenate([step.slots for step in steps])
@@ -234,8 +230,10 @@ class TokenRecorder:
         versions = np.repeat([step.version for step in steps], [len(step.slots) for step in steps])
         tokens, logprobs = self._new_tokens[:filled], self._new_logprobs[:filled]
         hidden = self._new_states[:filled]
-        last = _last_of_each(slots * (self._longest + RING) + positions)
-        if last is not None:
+        keys = slots * (self._longest + RING) + positions
+        distinct, backwards = np.unique(keys[::-1], return_index=True)
+        if distinct.size < keys.size:  # of rows for one place the last one counts
+            last = np.sort(keys.size - 1 - backwards)
             slots, positions, versions = slots[last], positions[last], versions[last]
             index = on_device(last, self._device)
             tokens, logprobs, hidden = tokens[index], logprobs[index], hidden[index]
@@ -291,7 +289,99 @@ class TokenRecorder:
         return select_largest(self._states[index], rows)
 
 
-def _last_of_each(keys: np.ndarray) -> np.ndarray | None:
-    """Return i64 [N]: the last position of each of N keys, in order; None if no key repeats."""
-    distinct, backwards = np.unique(keys[::-1], return_index=True)
-    return None if distinct.size == keys.size else np.sort(keys.size - 1 - backwards)
+_CPU_ELEMENTS = 1 << 16
+"""Logits processed at once on CPUs, so that intermediate results stay in the caches."""
+
+_FAR = 2.0**60
+
+
+class Rules(NamedTuple):
+    """Sampling parameters of B rows."""
+
+    key_0: torch.Tensor
+    """i32 [B, 1]: first word of `verify.noise.noise_key`."""
+    key_1: torch.Tensor
+    """i32 [B, 1]: second word of it."""
+    temperature: torch.Tensor | None
+    """f32 [B, 1]; None if all are 1."""
+    top_p: torch.Tensor | None
+    """f32 [B, 1]; None if no row has one."""
+    top_k: torch.Tensor | None
+    """i32 [B, 1]; None if no row has one."""
+
+    def part(self, rows: slice) -> Rules:
+        return Rules(*(None if column is None else column[rows] for column in self))
+
+
+class Vocabulary(NamedTuple):
+    """Tensors that depend only on the number of tokens V."""
+
+    words: torch.Tensor
+    """i32 [1, V]: `verify.noise.token_words` of every token."""
+    places: torch.Tensor
+    """f32 [1, V]: V, V - 1, ..., 1, the first token having the largest; exact up to V = 2**24."""
+
+    @classmethod
+    def of(cls, size: int, device: torch.device) -> Vocabulary:
+        tokens = torch.arange(size, dtype=torch.int32, device=device)[None, :]
+        return cls(token_words(tokens), (size - tokens).to(torch.float32))
+
+
+class GumbelSampler:
+    """Samples rows of logits on one device. On CUDA the arithmetic is one compiled kernel."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._vocabulary: Vocabulary | None = None
+        # Uncompiled, it reads and writes the logits in device memory about thirty times.
+        self._win = torch.compile(_win, dynamic=True) if device.type == "cuda" else _win
+
+    def run(
+        self, logits: torch.Tensor, rules: Rules, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sample; overwrite the logits with values whose only maximum is at the sampled token.
+
+        Args:
+            logits: f32 [B, V].
+            rules: sampling parameters of the B rows.
+            positions: i32 [B, 1], index of the output token that each row samples.
+
+        Returns:
+            i64 [B] tokens; f32 [B] their log-probs after top-k and top-p.
+        """
+        size = logits.shape[-1]
+        if self._vocabulary is None or self._vocabulary.words.shape[1] != size:
+            self._vocabulary = Vocabulary.of(size, self._device)
+        step = max(1, _CPU_ELEMENTS // size)
+        if self._device.type != "cpu" or step >= len(logits):
+            return self._win(logits, rules, positions, self._vocabulary)
+        portions = [slice(at, at + step) for at in range(0, len(logits), step)]
+        found = [
+            self._win(logits[rows], rules.part(rows), positions[rows], self._vocabulary)
+            for rows in portions
+        ]
+        tokens, logprobs = zip(*found, strict=True)
+        return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _win(
+    logits: torch.Tensor, rules: Rules, positions: torch.Tensor, vocabulary: Vocabulary
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scaled = logits if rules.temperature is None else logits / rules.temperature
+    if rules.top_p is not None or rules.top_k is not None:
+        threshold = kept_from(torch, scaled, top_p=rules.top_p, top_k=rules.top_k)
+        scaled = scaled.masked_fill(scaled < threshold, -torch.inf)
+    # torch.softmax sums the vocabulary in float32 one element after the other: less exact.
+    weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
+    total = weights.sum(-1, keepdim=True)
+    speeds = weights / exponential(torch, rules.key_0, rules.key_1, positions, vocabulary.words)
+    # torch vectorises neither argmax nor operations on bool on CPUs, so a maximum finds the winner.
+    # The largest speed is at least 1 / 23, and its difference to itself is 0. Every other
+    # difference is at least 2**-29 and, times `_FAR`, exceeds every place. Among equal speeds the
+    # first token wins, on every device.
+    largest = speeds.amax(-1, keepdim=True)
+    torch.add(vocabulary.places, speeds - largest, alpha=_FAR, out=logits)
+    # NaN logits make every value NaN. Then token 0 is returned, and its log-prob is NaN.
+    place = logits.amax(-1, keepdim=True).nan_to_num(nan=float(logits.shape[-1]))
+    tokens = logits.shape[-1] - place.to(torch.int64)
+    return tokens[:, 0], (weights.gather(1, tokens) / total).log()[:, 0]

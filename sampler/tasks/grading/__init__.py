@@ -1,1 +1,0 @@
-"""Grading answers: grader processes in the sandbox, and threads for what brings its own."""

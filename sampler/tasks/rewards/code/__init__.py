@@ -1,1 +1,0 @@
-"""Programs: run in a sandbox, tested from outside it."""
