@@ -9,13 +9,22 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runspec.cli.output import exit_code_of
+from runspec.cli.output import (
+    Detach,
+    Overrides,
+    Placement,
+    Profile,
+    SpecRunsDir,
+    exit_code_of,
+    files_named,
+)
 from runspec.cli.spec_files import sound_spec
 from runspec.cli.status import show_link
 from runspec.cli.view import PlainView, watching
@@ -45,23 +54,31 @@ _LINES = 20
 _POLL_S = 0.2
 
 
-def apply_command(files: SpecFiles, detach: bool, runs_dir: Path | None) -> int:
-    """Starts, changes or continues the run; returns the exit code."""
+def apply_command(
+    file: Annotated[Path, typer.Argument(help="The spec, or a plan that `plan -o` saved.")],
+    profile: Profile = None,
+    placement: Placement = None,
+    overrides: Overrides = None,
+    detach: Detach = False,
+    runs_dir: SpecRunsDir = None,
+    resolved: Annotated[bool, typer.Option("--resolved", hidden=True)] = False,
+) -> int:
+    """Starts, changes or continues the run; returns the exit code.
+
+    With `resolved` the spec comes from standard input: a backend carries it to the machine that has
+    the run directory.
+    """
+    if resolved:
+        spec = parse_resolved(sys.stdin.buffer.read(MAX_BYTES + 1), place="standard input")
+        plan = planning.make_plan(spec, run_directory(spec, runs_dir))
+        return carry_out_or_explain(plan, detach=detach)
+    files = files_named(file, profile, placement, overrides)
     saved = saved_plan(files)
     spec, approved = (saved.spec, saved.seen) if saved else (sound_spec(files), None)
     if spec.placement.backend != LOCAL:
         return backend(spec.placement.backend).apply(spec, detach, runs_dir)
     plan = planning.make_plan(spec, run_directory(spec, runs_dir), approved)
     return carry_out_or_explain(plan, detach=detach, files=None if saved else files)
-
-
-def apply_resolved(detach: bool, runs_dir: Path | None) -> int:
-    """`apply` of a resolved spec from standard input, on the machine that has the run directory."""
-    data = sys.stdin.buffer.read(MAX_BYTES + 1)
-    spec = parse_resolved(data, place="standard input")
-    return carry_out_or_explain(
-        planning.make_plan(spec, run_directory(spec, runs_dir)), detach=detach
-    )
 
 
 def carry_out_or_explain(plan: RunPlan, *, detach: bool, files: SpecFiles | None = None) -> int:

@@ -9,8 +9,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from runspec.cli.output import RUNS, RunsDir
 from runspec.cli.serve import HOST, Served, await_server, free_port, served, serving
 from runspec.core.errors import UserError
 from runspec.core.prompt_messages import prompt_messages
@@ -21,16 +24,21 @@ _DIM, _PLAIN = "\033[2m", "\033[0m"
 
 
 def chat_command(
-    what: str, target: int | None, compare: str | None, max_tokens: int | None, runs_dir: Path
+    what: Annotated[str, typer.Argument(help="NAME, NAME@VERSION, or a Hugging Face directory.")],
+    target: Annotated[
+        int | None, typer.Option("--target", min=1, help="Tokens to think for.")
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option("--compare", help="Another version, which answers too.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=1, help="Longest answer.")
+    ] = None,
+    runs_dir: RunsDir = RUNS,
 ) -> int:
     """Ask for questions and answer them until the input ends; return 0.
 
-    Args:
-        what: NAME, NAME@VERSION, or a Hugging Face directory.
-        target: length to think for, in tokens, in the run's own words; None asks for none.
-        compare: another version, which answers too.
-        max_tokens: longest answer; None leaves it to the server.
-        runs_dir: folder of runs.
+    The target is asked for in the run's own words.
 
     Raises:
         UserError: a version cannot be served.

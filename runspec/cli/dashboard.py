@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import webbrowser
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from runspec.cli.output import RUNS, Run, RunsDir
 from runspec.core.address import is_server_url
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
@@ -24,24 +26,23 @@ _MAX_RUNS = 8
 
 
 def dashboard_command(
-    runs: Sequence[str],
-    listen: str,
-    export: Path | None,
-    key: Path | None,
-    runs_dir: Path,
-    *,
-    browse: bool,
+    runs: Annotated[
+        list[str],
+        typer.Argument(help="NAME, or the coordinator's URL; several lie over each other."),
+    ],
+    listen: Annotated[
+        str, typer.Option("--listen", help="HOST:PORT; beyond this machine the page has a token.")
+    ] = "127.0.0.1:8765",
+    export: Annotated[
+        Path | None, typer.Option("--export", help="Writes the page with its data to a file.")
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option("--key", help="The coordinator's key, for a URL.")
+    ] = None,
+    browse: Annotated[bool, typer.Option("--open", help="Opens it in a browser.")] = False,
+    runs_dir: RunsDir = RUNS,
 ) -> int:
     """Serve the page until Ctrl-C, or write it; return the exit code.
-
-    Args:
-        runs: names, directories or URLs of coordinators; the curves of several lie over each
-            other.
-        listen: HOST:PORT.
-        export: file to write instead.
-        key: file of the coordinators' key, for URLs.
-        runs_dir: folder of runs.
-        browse: whether to open the page in a browser.
 
     Raises:
         UserError: there is no such run, or nothing can listen there.
@@ -92,7 +93,11 @@ def _source(run: str, key: Path | None, runs_dir: Path) -> Source:
     return CoordinatorSource(run, SigningKey.load(key))
 
 
-def monitor_command(run: str, name: str, runs_dir: Path) -> int:
+def monitor_command(
+    run: Run,
+    name: Annotated[str, typer.Argument(help="One of the spec's monitors.")],
+    runs_dir: RunsDir = RUNS,
+) -> int:
     """Follows a run while it is alive, or sends what is there; returns the exit code of a role.
 
     Raises:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import difflib
 import sys
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import yaml
 from rich.console import Console
 from rich.text import Text
 
+from runspec.cli.output import File, Overrides, Placement, Profile, SpecRunsDir, files_named
 from runspec.cli.spec_files import located
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError, bad_usage
@@ -22,7 +22,6 @@ from runspec.core.signed import BadSignature
 from runspec.core.spec.findings import format_finding
 from runspec.core.spec.load import (
     FILE_NAME,
-    SpecFiles,
     dump_resolved,
     load_layers,
     load_resolved,
@@ -38,8 +37,15 @@ _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
 @bad_usage()
-def diff_command(files: SpecFiles, runs_dir: Path | None) -> int:
+def diff_command(
+    file: File,
+    profile: Profile = None,
+    placement: Placement = None,
+    overrides: Overrides = None,
+    runs_dir: SpecRunsDir = None,
+) -> int:
     """Prints the difference as `diff -u` does; returns the exit code."""
+    files = files_named(file, profile, placement, overrides)
     layered = load_layers(files)
     if layered.spec is None:
         found = "\n".join(format_finding(finding) for finding in layered.findings)

@@ -20,11 +20,13 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 
 from bridge.model_files import TOKENIZER_NAMES
+from runspec.cli.output import RUNS, Json, Overrides, RunsDir
 from runspec.cli.serve import (
     HOST,
     await_server,
@@ -51,25 +53,74 @@ from runspec.local.machine import vllm_environment
 
 
 def evaluate_command(
+    context: typer.Context,
+    what: Annotated[str, typer.Argument(help="NAME, NAME@VERSION, or a Hugging Face directory.")],
+    suite: Annotated[
+        str | None,
+        typer.Option("--suite", metavar="NAME|FILE", help="Else the run's own evaluations."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Problems of a shipped suite.")
+    ] = None,
+    overrides: Overrides = None,
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Names problems that the run trains on.")
+    ] = False,
+    tool: Annotated[
+        str | None,
+        typer.Option("--with", metavar="TOOL", help="inspect-ai, lm-eval or verifiers."),
+    ] = None,
+    python: Annotated[
+        Path | None, typer.Option("--python", help="Interpreter of the tool's environment.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option("--task", help="The tool's task; its options follow --.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="A new folder for the tool's files.")
+    ] = None,
+    as_json: Json = False,
+    runs_dir: RunsDir = RUNS,
+) -> int:
+    """Evaluate and print the figures; return the exit code.
+
+    Raises:
+        BadUsage: an option of the other way to evaluate is given.
+        UserError: the weights are missing or damaged, or the suite has errors.
+    """
+    theirs = {"--python": python, "--task": task, "--out": out, "options after --": context.args}
+    ours = {"--suite": suite, "--data": data, "--set": overrides, "--overlap": overlap}
+    if wrong := [name for name, value in (ours if tool else theirs).items() if value]:
+        how = "beside --with" if tool else "without --with"
+        raise BadUsage(f"{wrong[0]} {how}", remedy="see `runspec evaluate --help`")
+    if tool is None:
+        found = evaluate_suite(what, suite, data, overrides or (), runs_dir, overlap=overlap)
+    else:
+        found = evaluate_with(what, tool, python, task, context.args, out, runs_dir)
+    if found is None:
+        return EXIT_INTERRUPTED
+    print_results(found, as_json=as_json)
+    return 0
+
+
+def evaluate_suite(
     what: str,
     suite: str | None,
     data: Path | None,
     overrides: Sequence[str],
+    runs_dir: Path,
     *,
     overlap: bool,
-    as_json: bool,
-    runs_dir: Path,
-) -> int:
-    """Evaluate and print the figures; return 0.
+) -> dict[str, Any]:
+    """Evaluate on a suite; return the result by evaluation.
 
     Args:
         what: NAME, NAME@VERSION, or a Hugging Face directory.
         suite: name of a shipped suite, or a file; None: the run's own evaluations.
         data: the problems of a shipped suite.
         overrides: `path=value` each, over the suite.
-        overlap: whether problems that the run trains on are named.
-        as_json: whether the whole result is printed, as JSON.
         runs_dir: folder of runs.
+        overlap: whether problems that the run trains on are named.
 
     Raises:
         UserError: the weights are missing or damaged, or the suite has errors.
@@ -95,9 +146,7 @@ def evaluate_command(
         names = [each.name for each in spec.evaluations if suite is None or each.name not in own]
         if not names:
             raise UserError("no evaluation", place=suite or what, remedy="give it `evaluations`")
-        found = _evaluated(spec, weights, names, Path(folder), overlap=overlap)
-    print_results(found, as_json=as_json)
-    return 0
+        return _evaluated(spec, weights, names, Path(folder), overlap=overlap)
 
 
 def bare_spec(weights: Path, length: int) -> dict[str, Any]:
@@ -193,18 +242,16 @@ LOG_NAME = "tool.log"
 _LOOK_S = 0.2
 
 
-def evaluate_with_command(
+def evaluate_with(
     what: str,
     tool: str,
     python: Path | None,
     task: str | None,
     more: Sequence[str],
     out: Path | None,
-    *,
-    as_json: bool,
     runs_dir: Path,
-) -> int:
-    """Evaluate by another project's tool and print its figures by task; return the exit code.
+) -> dict[str, Any] | None:
+    """Evaluate by another project's tool; return its result by task, or None if interrupted.
 
     The tool runs in an environment of its own, since its packages rule out ours, and speaks HTTP to
     a model that is served here.
@@ -216,7 +263,6 @@ def evaluate_with_command(
         task: in the tool's own terms.
         more: further options of the tool.
         out: a new folder that keeps the tool's files; None keeps none.
-        as_json: whether the whole result is printed, as JSON.
         runs_dir: folder of runs.
 
     Raises:
@@ -243,7 +289,7 @@ def evaluate_with_command(
         server = up.enter_context(serving(found, HOST, port, log=log))
         await_server(server, port, log, stops)
         if stops():
-            return EXIT_INTERRUPTED
+            return None
         (out := (out or folder / "out").absolute()).mkdir(parents=True)
         asked = Asked(
             # Not resolved: the interpreter of an environment is a link, which says where it is.
@@ -258,12 +304,10 @@ def evaluate_with_command(
         )
         begun = time.monotonic()
         if not run_tool(adapter, asked, server, log, stops):
-            return EXIT_INTERRUPTED
+            return None
         wall_s = round(time.monotonic() - begun, 3)
         measured = adapter.measured(out)
-    results = {name: asdict(each) | {"wall_s": wall_s} for name, each in measured.items()}
-    print_results(results, as_json=as_json)
-    return 0
+    return {name: asdict(each) | {"wall_s": wall_s} for name, each in measured.items()}
 
 
 def run_tool(

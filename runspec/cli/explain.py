@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import sys
 import textwrap
@@ -17,7 +18,7 @@ from importlib import resources
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
-from typing import get_args
+from typing import Annotated, Literal, get_args
 
 import typer
 
@@ -29,6 +30,7 @@ from runspec.core.spec.field_docs import (
     counted_type,
     default_words,
     field_doc,
+    json_schema,
     type_words,
 )
 from runspec.core.spec.fields import CHANGE_CLASSES
@@ -260,7 +262,10 @@ def _tera(value: float | None) -> str:
     return "not known" if value is None else f"{value / 1e12:g} TFLOP/s"
 
 
-def explain_command(topic: str | None, list_all: bool) -> int:
+def explain_command(
+    topic: Annotated[str | None, typer.Argument(help="A path of the schema, rule or kind.")] = None,
+    list_all: Annotated[bool, typer.Option("--list", help="Every path, rule and kind.")] = False,
+) -> int:
     """Prints the page of a topic, or all topics; returns the exit code."""
     if list_all:
         _show(index())
@@ -274,6 +279,14 @@ def explain_command(topic: str | None, list_all: bool) -> int:
         return EXIT_USAGE
     for number, page in enumerate(pages):
         _show([*([""] if number else []), *page])
+    return 0
+
+
+def schema_command(
+    draft: Annotated[Literal["07", "2020-12"], typer.Option(help="07 is for editors.")] = "07",
+) -> int:
+    """Prints the JSON Schema; returns the exit code."""
+    print(json.dumps(json_schema(draft), indent=2, ensure_ascii=False))
     return 0
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from runspec.core.address import JoinLink, parse_join_link, reachable
 from runspec.core.canonical import parse_object
@@ -35,30 +37,39 @@ _NO_ANSWER = (NoAnswer, ValueError, LookupError, TypeError, AttributeError)
 FOLDER = Path("join")
 
 
-@dataclass(frozen=True)
-class JoinOptions:
-    """The command line."""
-
-    link: str
-    key: Path
-    public_key: str | None = None
-    run: str | None = None
-    pool: str | None = None
-    folder: Path | None = None
-    check: bool = False
-
-
-def join_command(options: JoinOptions) -> int:
+def join_command(
+    link: Annotated[str, typer.Argument(metavar="URL", help="The run's join link.")],
+    key: Annotated[Path, typer.Option("--key", help="Yours; made where there is none.")],
+    public_key: Annotated[
+        str | None, typer.Option("--public-key", help="The run's root, where URL has none.")
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", help="The run's name, where URL has none.")
+    ] = None,
+    pool: Annotated[
+        str | None,
+        typer.Option("--pool", help="Which to serve.", show_default="the first that fits"),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--dir", help="Keeps versions, data, log.", show_default="join/RUN"),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only says whether this machine fits.")
+    ] = False,
+) -> int:
     """Joins a run and works for it; returns the exit code: 0 when it is finished, or left."""
     try:
-        return _join(options)
+        whole = _whole(parse_join_link(link), link, public_key, run)
+        return _join(whole, key, pool, folder, check=check)
     except KeyboardInterrupt:  # while still preparing: nothing is held
         say("left before any work was taken")
         return 0
 
 
-def _join(options: JoinOptions) -> int:
-    link = _whole(options, parse_join_link(options.link))
+def _join(
+    link: JoinLink, key_file: Path, named: str | None, folder: Path | None, *, check: bool
+) -> int:
     modules = (*ROLE_MODULES["verify"], *ROLE_MODULES["sampler"])
     if absent := [name for name in modules if not module_is_installed(name)]:
         raise UserError(
@@ -70,7 +81,7 @@ def _join(options: JoinOptions) -> int:
     from verify.timeouts import PERSON_S
 
     assert link.run is not None and link.root is not None, "the link is whole"
-    folder, key = (options.folder or FOLDER / link.run).absolute(), _key(options.key)
+    folder, key = (folder or FOLDER / link.run).absolute(), _key(key_file)
     client = CoordinatorClient(
         link.coordinator, key, run=link.run, root_public_key=link.root, deadline_s=PERSON_S
     )
@@ -80,12 +91,12 @@ def _join(options: JoinOptions) -> int:
     if config is None:
         say(f"the size of {spec.model.hf} is not known here: memory and disk are not checked")
     to_fetch = sum(file.bytes for file in site.files)
-    named = options.pool is not None or link.invite is not None
-    pools = spec.samplers if named else open_pools(spec)
+    invited = named is not None or link.invite is not None
+    pools = spec.samplers if invited else open_pools(spec)
     facts = look()
     found = {each.name: lacks(each, spec, config, facts, folder, to_fetch) for each in pools}
-    pool = choose_pool(found, options.pool)
-    if options.check:
+    pool = choose_pool(found, named)
+    if check:
         say(f"this machine can serve pool {pool}")
         return 0
     if link.invite is not None:  # the worker that is started needs none after this
@@ -96,7 +107,7 @@ def _join(options: JoinOptions) -> int:
         worker = Worker(
             link=link,
             weights=[reachable(url, link) for url in site.weights],
-            key=options.key.absolute(),
+            key=key_file.absolute(),
             folder=folder,
             pool=next(each for each in spec.samplers if each.name == pool),
             cores=this_machine().cores,
@@ -204,16 +215,16 @@ def _answer(url: str) -> dict[str, Any]:
     return parse_object(answer.content, max_bytes=_MAX_STATUS_BYTES)
 
 
-def _whole(options: JoinOptions, link: JoinLink) -> JoinLink:
+def _whole(link: JoinLink, text: str, public_key: str | None, run: str | None) -> JoinLink:
     """The link with what the options say; the run's name is asked of the coordinator if need be."""
-    root = link.root or options.public_key
+    root = link.root or public_key
     if root is None:
         raise UserError(
             "nothing says whose signatures count",
-            place=options.link[:200],
+            place=text[:200],
             remedy="take the whole link, with #run=NAME&root=HEX, or give --public-key HEX",
         )
-    run = link.run or options.run
+    run = link.run or run
     if run is None:
         thing, remedy = "cannot ask the coordinator", "check the address, or give --run NAME"
         with reported(f"{thing} for its run", link.coordinator, remedy, *_NO_ANSWER):

@@ -7,9 +7,11 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
+from runspec.cli.output import RUNS, Detach, Run, RunsDir, Yes
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.object_store import Folder
 from runspec.core.run_files import checkpoints_folder
@@ -27,7 +29,7 @@ RELEASE_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 
 
-def pause_command(run: str, runs_dir: Path) -> int:
+def pause_command(run: Run, runs_dir: RunsDir = RUNS) -> int:
     """Pause the run; return 0 once no process of it is alive, also where none was."""
     run_dir = find_run(run, runs_dir)
     if holder(run_dir) is None:
@@ -50,7 +52,11 @@ def pause_command(run: str, runs_dir: Path) -> int:
     return 0
 
 
-def export_command(run: str, directory: Path, runs_dir: Path) -> int:
+def export_command(
+    run: Annotated[str, typer.Argument(help="NAME, or NAME@VERSION; else the newest.")],
+    directory: Annotated[Path, typer.Argument(help="A new folder.")],
+    runs_dir: RunsDir = RUNS,
+) -> int:
     """Export a version of the run that `run` names as NAME or NAME@VERSION; return 0."""
     name, version = run_and_version(run)
     run_dir = find_run(name, runs_dir)
@@ -74,7 +80,7 @@ def run_and_version(text: str) -> tuple[str, int | None]:
     return name, int(version) if at else None
 
 
-def resume_command(run: str, detach: bool, runs_dir: Path) -> int:
+def resume_command(run: Run, detach: Detach = False, runs_dir: RunsDir = RUNS) -> int:
     """Goes on from the newest checkpoint; returns the exit code, as `apply` does."""
     from runspec.cli.apply import carry_out  # the other commands start faster without it
 
@@ -90,7 +96,12 @@ def resume_command(run: str, detach: bool, runs_dir: Path) -> int:
     return carry_out(make_plan(spec, run_dir), detach=detach)
 
 
-def rollback_command(run: str, to: int, yes: bool, runs_dir: Path) -> int:
+def rollback_command(
+    run: Run,
+    to: Annotated[int, typer.Option("--to", min=0, help="The policy version to go back to.")],
+    yes: Yes = False,
+    runs_dir: RunsDir = RUNS,
+) -> int:
     """Takes the run back; returns 0.
 
     Raises:
@@ -121,7 +132,7 @@ def rollback_command(run: str, to: int, yes: bool, runs_dir: Path) -> int:
     return 0
 
 
-def delete_command(run: str, yes: bool, runs_dir: Path) -> int:
+def delete_command(run: Run, yes: Yes = False, runs_dir: RunsDir = RUNS) -> int:
     """Removes the directory; returns 0.
 
     Raises:

@@ -10,7 +10,12 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
 
+import typer
+
+from runspec.cli.output import Overrides, Placement, Profile, files_named
 from runspec.core.errors import bad_usage
 from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import CheckedFiles, check_files, selection
@@ -23,26 +28,33 @@ MAX_ROUNDS = 5
 
 @bad_usage()
 def lint_command(
-    specs: Sequence[SpecFiles],
-    select: Sequence[str] = (),
-    ignore: Sequence[str] = (),
-    *,
-    fix: bool = False,
-    data: bool = False,
-    output: str = "pretty",
-    fail_level: str = "error",
+    files: Annotated[list[Path], typer.Argument(help="Specs to check.")],
+    profile: Profile = None,
+    placement: Placement = None,
+    overrides: Overrides = None,
+    fix: Annotated[bool, typer.Option("--fix", help="Mends what is safe to mend.")] = False,
+    data: Annotated[
+        bool, typer.Option("--data", help="Reads every problem and tries the graders, too.")
+    ] = False,
+    select: Annotated[
+        list[str] | None, typer.Option(help="Only these rules or groups, comma-separated.")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="Not these rules or groups, comma-separated.")
+    ] = None,
+    output: Annotated[
+        Literal["pretty", "compact", "json", "github", "sarif"], typer.Option("--format")
+    ] = "pretty",
+    fail_level: Annotated[
+        Literal["error", "warning", "never"], typer.Option(help="Exits 1 at or above.")
+    ] = "error",
 ) -> int:
     """Prints what is wrong with specs; returns the exit code.
 
-    Args:
-        specs: to check.
-        select, ignore: rules and groups.
-        fix: mends what is safe to mend.
-        data: reads the problems of the specs that have no errors, and tries their graders.
-        output: the format.
-        fail_level: of findings that make the exit code 1.
+    With `data` it reads the problems of the specs that have no errors, and tries their graders.
     """
-    codes = selection(select, ignore)
+    specs = [files_named(path, profile, placement, overrides) for path in files]
+    codes = selection(select or [], ignore or [])
     checked = check_files(specs).only(codes)
     if fix:
         checked = _fixed(checked, codes, specs)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from runspec.cli.output import File, Overrides, Placement, Profile, files_named
 from runspec.core.errors import UserError, bad_usage
 from runspec.core.spec.load import SpecFiles
 
@@ -16,7 +19,15 @@ EXIT_FINDINGS = 1
 
 
 @bad_usage()
-def lock_command(files: SpecFiles, check: bool) -> int:
+def lock_command(
+    file: File,
+    profile: Profile = None,
+    placement: Placement = None,
+    overrides: Overrides = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Writes nothing; exits 1 where the lock is stale.")
+    ] = False,
+) -> int:
     """Writes the lock beside the spec, or says what is stale in it; returns the exit code.
 
     The spec must fit the schema; its rules may complain, for one of them asks for this lock.
@@ -24,6 +35,7 @@ def lock_command(files: SpecFiles, check: bool) -> int:
     from runspec.core.spec.findings import format_finding
     from runspec.core.spec.load import load_layers
 
+    files = files_named(file, profile, placement, overrides)
     layered = load_layers(files)
     if layered.kind != "Run":
         what = f"a file of kind {layered.kind} names nothing to pin"

@@ -11,8 +11,11 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Annotated
 
-from runspec.cli.output import reader_gone
+import typer
+
+from runspec.cli.output import RUNS, Follow, Json, Run, RunsDir, duration, reader_gone
 from runspec.core.errors import BadUsage, UserError
 from runspec.local.evaluations import evaluation_names, main_figure, result_line
 from runspec.local.run_dir import find_run
@@ -23,7 +26,15 @@ POLL_S = 0.25
 _BLOCK = 1 << 16
 
 
-def logs_command(run: str, role: str | None, follow: bool, tail: int | None, runs_dir: Path) -> int:
+def logs_command(
+    run: Run,
+    role: Annotated[str | None, typer.Option("--role", help="One role's log only.")] = None,
+    follow: Follow = False,
+    tail: Annotated[
+        int | None, typer.Option("--tail", min=0, help="Only so many last lines of each.")
+    ] = None,
+    runs_dir: RunsDir = RUNS,
+) -> int:
     """Prints logs (their last `tail` lines), with `follow` until Ctrl-C; returns the exit code."""
     folder = find_run(run, runs_dir) / "logs"
     paths = _paths(folder, role)
@@ -89,7 +100,9 @@ def _print_new(path: Path, read: int, several: bool, follow: bool) -> int:
     return read
 
 
-def events_command(run: str, follow: bool, as_json: bool, runs_dir: Path) -> int:
+def events_command(
+    run: Run, follow: Follow = False, as_json: Json = False, runs_dir: RunsDir = RUNS
+) -> int:
     """Prints events until their end, or with `follow` until Ctrl-C; returns the exit code."""
     run_dir = find_run(run, runs_dir)
     with closing(RunState(run_dir)) as state:
@@ -122,15 +135,27 @@ _EVALUATION = re.compile(
 _CONDITION = re.compile(r"(?:condition=)?([A-Za-z]+)(?:=(true|false))?", re.IGNORECASE)
 
 
-def wait_command(run: str, awaited: str, timeout_s: float, runs_dir: Path) -> int:
+def wait_command(
+    run: Run,
+    condition: Annotated[
+        str, typer.Option("--for", help="A condition: Ready, Finished, ..., or step=N.")
+    ],
+    timeout: Annotated[
+        float,
+        typer.Option(
+            parser=duration, metavar="TIME", help="How long, like 30s.", show_default="10m"
+        ),
+    ] = 600.0,
+    runs_dir: RunsDir = RUNS,
+) -> int:
     """Waits; returns 0 when it holds, 1 when it cannot or has not in time.
 
     Raises:
         UserError: there is no such run or condition.
     """
-    wanted = parse_awaited(awaited)
+    wanted = parse_awaited(condition)
     run_dir = find_run(run, runs_dir)
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout
     while True:
         seen = look_at(run_dir, ledger=wanted.needs_ledger)
         if (why := wanted.holds(seen)) is not None:
@@ -138,7 +163,7 @@ def wait_command(run: str, awaited: str, timeout_s: float, runs_dir: Path) -> in
             return EXIT_HOLDS
         reason = why_never(wanted, seen)
         if reason is None and time.monotonic() >= deadline:
-            reason = f"not within {timeout_s:g} s"
+            reason = f"not within {timeout:g} s"
         if reason is not None:
             print(f"error: waited for {wanted.text}: {reason}", file=sys.stderr)
             print(f"  last seen: {last_seen(seen)}", file=sys.stderr)

@@ -12,7 +12,7 @@ import io
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -94,8 +94,6 @@ def exit_code_of(work: Callable[[], int]) -> int:
 if TYPE_CHECKING:
     from runspec.core.spec.load import SpecFiles
 
-SPEC, RUN = "Specs", "Runs"
-"""Panels of the help."""
 RUNS = Path("runs")
 
 File = Annotated[Path, typer.Argument(help="The spec.")]
@@ -104,9 +102,6 @@ Profile = Annotated[
 ]
 Placement = Annotated[
     Path | None, typer.Option("--placement", help="A file of kind Placement: one site's part.")
-]
-TemplateName = Literal[
-    "laptop", "problems", "sums", "model", "node-8gpu", "tpu-and-volunteers", "pretrain", "sft"
 ]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Changes one value.")
@@ -121,8 +116,6 @@ Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Does not ask.")]
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Goes on in the background.")]
 Follow = Annotated[bool, typer.Option("-f", "--follow", help="Goes on as it grows.")]
-Key = Annotated[str, typer.Argument(metavar="KEY", help="A public key, or how it begins.")]
-Reason = Annotated[str, typer.Option("--reason", help="Why; the key's holder is told.")]
 
 
 def duration(value: str | float) -> float:

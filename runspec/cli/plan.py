@@ -8,13 +8,23 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
 from runspec.cli.estimate_view import show_estimate
-from runspec.cli.output import words_of
+from runspec.cli.output import (
+    File,
+    Json,
+    Overrides,
+    Placement,
+    Profile,
+    SpecRunsDir,
+    files_named,
+    words_of,
+)
 from runspec.cli.spec_files import sound_spec
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
@@ -47,14 +57,22 @@ SITE = PurePath("SITE")
 
 
 def plan_command(
-    files: SpecFiles,
-    out: Path | None,
-    as_json: bool,
-    exit_code: bool,
-    aot: bool,
-    runs_dir: Path | None,
+    file: File,
+    profile: Profile = None,
+    placement: Placement = None,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Saves it for apply.")] = None,
+    as_json: Json = False,
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="Exits 6 where there are changes.")
+    ] = False,
+    aot: Annotated[
+        bool, typer.Option("--aot", help="Compiles the learner's step for its chips.")
+    ] = False,
+    runs_dir: SpecRunsDir = None,
 ) -> int:
     """Prints the plan, and saves it where asked; returns the exit code."""
+    files = files_named(file, profile, placement, overrides)
     spec = sound_spec(files)
     plan = make_plan(spec, run_directory(spec, runs_dir))
     config = model_config(spec, files.path.parent)

@@ -6,11 +6,20 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import typer
 import yaml
 
-from runspec.cli.output import words_of
+from runspec.cli.output import (
+    File,
+    Overrides,
+    Placement,
+    Profile,
+    SpecRunsDir,
+    files_named,
+    words_of,
+)
 from runspec.core.errors import BadUsage, UserError, bad_usage
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.spec.load import SpecFiles
@@ -19,8 +28,31 @@ from runspec.core.spec.schema import RunSpec
 EXIT_FINDINGS, EXIT_UNREADABLE = 1, 2
 
 
+def render_command(
+    file: File,
+    profile: Profile = None,
+    placement: Placement = None,
+    overrides: Overrides = None,
+    show_origin: Annotated[
+        bool, typer.Option("--show-origin", help="Says of each value where it is from.")
+    ] = False,
+    output: Annotated[Literal["yaml", "json"], typer.Option("--format")] = "yaml",
+    backend: Annotated[
+        Literal["kubernetes", "slurm"] | None,
+        typer.Option("--backend", help="Writes what starts the run there."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Where --backend writes.")] = None,
+    runs_dir: SpecRunsDir = None,
+) -> int:
+    """Prints the spec, or writes what starts it on a cluster; returns the exit code."""
+    files = files_named(file, profile, placement, overrides)
+    if backend is not None:
+        return _write_for(files, backend, out, runs_dir)
+    return _print_resolved(files, show_origin, output)
+
+
 @bad_usage()
-def render_command(files: SpecFiles, show_origin: bool, output: str) -> int:
+def _print_resolved(files: SpecFiles, show_origin: bool, output: str) -> int:
     """Prints the spec that the layers make, every default written out; returns the exit code.
 
     Secrets are there by the names of their variables, as in the spec itself.
@@ -51,7 +83,7 @@ def render_command(files: SpecFiles, show_origin: bool, output: str) -> int:
     return 0
 
 
-def render_backend_command(
+def _write_for(
     files: SpecFiles, backend: Literal["kubernetes", "slurm"], out: Path | None, runs: Path | None
 ) -> int:
     """Writes the files from which a backend starts the run; returns the exit code.

@@ -16,10 +16,14 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Annotated
+
+import typer
 
 from bridge.model_files import TOKENIZER_NAMES
 from broadcast.manifest import WeightsManifest
 from runspec.cli.lifecycle import run_and_version
+from runspec.cli.output import RUNS, RunsDir
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
 from runspec.core.models.family import load_config
@@ -109,21 +113,32 @@ def _options(pool: SamplerPool, folder: Path) -> tuple[str, ...]:
     return tuple(options)
 
 
-def serve_command(what: str, host: str, port: int, more: Sequence[str], runs_dir: Path) -> int:
-    """Serve until Ctrl-C or SIGTERM; return 0.
-
-    Args:
-        what: as for `served`.
-        host, port: where to listen.
-        more: further options of vLLM's server.
-        runs_dir: folder of runs.
+def serve_command(
+    context: typer.Context,
+    what: Annotated[str, typer.Argument(help="NAME, NAME@VERSION, or a Hugging Face directory.")],
+    host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen at.")] = 8000,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Moves to each new version of the run.")
+    ] = False,
+    hold: Annotated[
+        float,
+        typer.Option("--hold", min=0.1, help="Seconds that requests wait at most before a move."),
+    ] = 60.0,
+    runs_dir: RunsDir = RUNS,
+) -> int:
+    """Serve until Ctrl-C or SIGTERM; return 0. Further options are those of vLLM's server.
 
     Raises:
         UserError: vLLM is not installed, the files are not what was published, or the server ended
             by itself.
     """
+    if follow:
+        from runspec.cli.follow import follow_command
+
+        return follow_command(what, host, port, hold, context.args, runs_dir)
     found = served(what, runs_dir)
-    with serving(found, host, port, more) as server, StopSignals() as stops:
+    with serving(found, host, port, context.args) as server, StopSignals() as stops:
         print(f"{' and '.join(found.names)} at http://{host}:{port}/v1", flush=True)
         return await_end(server, stops)
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import html
 import json
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from runspec.cli.output import File, Json, Overrides, Placement, Profile, files_named
 from runspec.cli.spec_files import sound_spec
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.models.family import model_config
-from runspec.core.spec.load import SpecFiles
 from runspec.local.formatting import duration, number
 from runspec.local.machine import module_is_installed
 from runspec.local.plots import Curve, Figure, draw
@@ -24,9 +26,21 @@ from runspec.simulate.run import simulate
 
 
 def simulate_command(
-    files: SpecFiles, swarm: Path | None, seed: int, as_json: bool, plot: Path | None
+    file: File,
+    profile: Profile = None,
+    placement: Placement = None,
+    overrides: Overrides = None,
+    swarm: Annotated[
+        Path | None, typer.Option("--swarm", help="Who works, comes, goes and attacks.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of all that is drawn.")] = 0,
+    as_json: Json = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Writes an HTML page with plots.")
+    ] = None,
 ) -> int:
     """Prints what a run with a population comes to; returns 1 where it stalls."""
+    files = files_named(file, profile, placement, overrides)
     if plot is not None and not module_is_installed("matplotlib"):
         raise UserError(
             "matplotlib is not installed",

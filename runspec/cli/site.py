@@ -6,14 +6,18 @@ import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from runspec.cli.apply import carry_out_or_explain
+from runspec.cli.output import File, Overrides, Placement, Profile, files_named
 from runspec.cli.spec_files import sound_spec
 from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.spec.load import FILE_NAME as SPEC_FILE
-from runspec.core.spec.load import SpecFiles, dump_resolved
+from runspec.core.spec.load import dump_resolved
 from runspec.core.spec.role_names import shares_name, trunk_names
 from runspec.local.backend import LOCAL, pinned
 from runspec.local.bundle import TRUNK_GROUP, install, load_bundle, require_own
@@ -26,12 +30,19 @@ from runspec.local.run_dir import hold, own_folder, run_directory
 from runspec.local.site import BUNDLES, Disk, groups_of, make_site
 
 
-def prepare_command(files: SpecFiles, site: Path) -> int:
+def prepare_command(
+    file: File,
+    site: Annotated[Path, typer.Option("-o", "--out", metavar="SITE", help="Folder to make.")],
+    profile: Profile = None,
+    placement: Placement = None,
+    overrides: Overrides = None,
+) -> int:
     """Makes a site's keys, spec and bundles in a folder; returns the exit code.
 
     Made again with the same folder, it keeps the keys, so that a changed spec reaches the roles by
     new bundles.
     """
+    files = files_named(file, profile, placement, overrides)
     spec, _ = make_site(sound_spec(files, pins_root=True), site)
     print(f"{spec.name} is prepared in {site}. Bring each machine its bundles, and run there:")
     for group in groups_of(spec):
@@ -50,47 +61,58 @@ def prepare_command(files: SpecFiles, site: Path) -> int:
     return 0
 
 
-def role_command(name: str | None, path: Path, folder: Path | None, listen: str | None) -> int:
+def role_command(
+    bundle: Annotated[Path, typer.Option("--bundle", metavar="FILE", help="What it may know.")],
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="A process, or trunk: what shares the run directory.", show_default="the bundle's"
+        ),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir", help="Its own.", show_default="in storage.scratch; the run directory"
+        ),
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option("--listen", metavar="HOST:PORT", help="Of a server behind a proxy."),
+    ] = None,
+) -> int:
     """Runs a role; returns the trunk's exit code, and never for another role, which it becomes.
-
-    Args:
-        name: a process of the bundle, or `trunk` for the supervisor of those of the trunk; None:
-            what the bundle is called.
-        path: the bundle.
-        folder: the role's own; None: the run directory for the trunk, else in `storage.scratch`.
-        listen: HOST:PORT of a server that is reached under another address.
 
     Raises:
         UserError: the bundle is damaged, expired or of another role, or the folder is in use.
     """
-    bundle = load_bundle(path)
-    name = name or bundle.group
-    if name not in bundle.roles:
+    held = load_bundle(bundle)
+    name = name or held.group
+    if name not in held.roles:
         raise UserError(
-            f"no role {name!r} in the bundle of {bundle.group}",
-            place=str(path),
-            remedy=f"one of: {', '.join(bundle.roles)}",
+            f"no role {name!r} in the bundle of {held.group}",
+            place=str(bundle),
+            remedy=f"one of: {', '.join(held.roles)}",
         )
     if folder is None:
-        shared, spec = bundle.group == TRUNK_GROUP, bundle.spec
-        folder = run_directory(spec, None) if shared else own_folder(spec, bundle.group)
+        shared, spec = held.group == TRUNK_GROUP, held.spec
+        folder = run_directory(spec, None) if shared else own_folder(spec, held.group)
     folder = folder.absolute()
-    endpoints = _listening(fixed_endpoints(bundle.spec), name, listen)
-    require_own(bundle, folder)
+    endpoints = _listening(fixed_endpoints(held.spec), name, listen)
+    require_own(held, folder)
     if name == TRUNK_GROUP:  # a run of which this machine starts nothing else
-        install(bundle, folder)
-        placement = bundle.spec.placement.model_copy(update={"roles": [], "backend": LOCAL})
-        spec = bundle.spec.model_copy(update={"placement": placement})
+        install(held, folder)
+        placement = held.spec.placement.model_copy(update={"roles": [], "backend": LOCAL})
+        spec = held.spec.model_copy(update={"placement": placement})
         return carry_out_or_explain(make_plan(spec, folder), detach=False)
     own = folder / "work" / name
     require_writable(own, "the role's folder", "mend the permissions, or name another --dir")
     with hold(own, role=name) as lock:
-        identity = install(bundle, folder)
-        run = PreparedRun(bundle.spec, folder, endpoints, identity, this_machine(), lock)
+        identity = install(held, folder)
+        run = PreparedRun(held.spec, folder, endpoints, identity, this_machine(), lock)
         (role,) = role_specs(run, here={name})
-        write_targets(folder, bundle.spec, endpoints, bundle.roles)
-        if name in trunk_names(bundle.spec):
-            write_atomic(folder / SPEC_FILE, dump_resolved(bundle.spec))
+        write_targets(folder, held.spec, endpoints, held.roles)
+        if name in trunk_names(held.spec):
+            write_atomic(folder / SPEC_FILE, dump_resolved(held.spec))
             link_starting_model(run.spec, folder, run.machine)
         # The role takes this process over, and the lock of its folder with it.
         os.set_inheritable(lock, True)

@@ -9,14 +9,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from broadcast.layout import manifest_name
 from broadcast.manifest import MAX_BYTES
 from runspec.cli.logs import event_line
+from runspec.cli.output import RUNS, Json, Run, RunsDir
 from runspec.cli.view import clock, latency_line, left_text, plain_table, role_table, step_line
 from runspec.core.canonical import digest_bytes
 from runspec.core.files import read_bounded
@@ -49,15 +51,15 @@ _CLEAR = "\033[H\033[2J"
 _FOLDERS = ("checkpoints", "weights", "store", "rollouts", "work", "logs")
 
 
-def status_command(run: str, as_json: bool, runs_dir: Path, *, watch: bool = False) -> int:
-    """Prints the status; returns the exit code.
-
-    Args:
-        run: name of the run.
-        as_json: for programs.
-        runs_dir: folder of runs.
-        watch: prints it again and again until the run is not alive any more.
-    """
+def status_command(
+    run: Run,
+    as_json: Json = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Says it every two seconds while the run is alive.")
+    ] = False,
+    runs_dir: RunsDir = RUNS,
+) -> int:
+    """Prints the status; returns the exit code."""
     run_dir = find_run(run, runs_dir)
     if as_json:
         print(json.dumps(read_status(run_dir), indent=2))
@@ -175,7 +177,7 @@ def condition_table(shown: Sequence[Condition]) -> Table:
     return table
 
 
-def describe_command(run: str, runs_dir: Path) -> int:
+def describe_command(run: Run, runs_dir: RunsDir = RUNS) -> int:
     """Prints the sections; returns the exit code."""
     seen = look_at(find_run(run, runs_dir), events=None)
     with closing(RunState(seen.directory)) as state:

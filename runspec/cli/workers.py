@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
+from runspec.cli.output import RUNS, Json, Run, RunsDir, duration
 from runspec.cli.view import plain_table
 from runspec.core.address import parse_join_link
 from runspec.core.canonical import MalformedJson, canonical_json, is_digest, parse_object
@@ -29,6 +31,8 @@ from runspec.local.formatting import reported
 from runspec.local.identity import load_roles
 from runspec.local.run_dir import find_run, hold, holder
 
+Key = Annotated[str, typer.Argument(metavar="KEY", help="A public key, or how it begins.")]
+Reason = Annotated[str, typer.Option("--reason", help="Why; the key's holder is told.")]
 REQUEST_TIMEOUT_S = 10.0
 _MAX_PAGE_BYTES = 4 * 1024 * 1024
 _MAX_REASON = 1000
@@ -141,7 +145,7 @@ def coordinator_of(run: str, runs_dir: Path) -> CoordinatorAccess:
     )
 
 
-def workers_command(run: str, as_json: bool, runs_dir: Path) -> int:
+def workers_command(run: Run, as_json: Json = False, runs_dir: RunsDir = RUNS) -> int:
     """Lists the workers, those with the most credit first; returns the exit code."""
     coordinator = coordinator_of(run, runs_dir)
     rows = worker_rows(coordinator.entries("workers"), coordinator.entries("banned"))
@@ -193,14 +197,14 @@ def worker_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def ban_command(run: str, key: str, reason: str, runs_dir: Path) -> int:
+def ban_command(run: Run, key: Key, reason: Reason, runs_dir: RunsDir = RUNS) -> int:
     """Bans a key; returns the exit code."""
     whole = _order("ban", run, key, reason, runs_dir)
     print(f"{whole} is banned: its requests are refused, and its open leases are over")
     return 0
 
 
-def unban_command(run: str, key: str, reason: str, runs_dir: Path) -> int:
+def unban_command(run: Run, key: Key, reason: Reason, runs_dir: RunsDir = RUNS) -> int:
     """Lifts a ban; returns the exit code."""
     whole = _order("unban", run, key, reason, runs_dir)
     print(f"{whole} may work again; all its work is recomputed until enough was accepted")
@@ -234,8 +238,42 @@ class Made:
     expires: float
 
 
-def invite_command(run: str, pool: str | None, uses: int, valid_s: float, runs_dir: Path) -> int:
-    """Prints the link; returns the exit code. The run need not be alive."""
+def invite_command(
+    run: Run,
+    pool: Annotated[
+        str | None, typer.Option("--pool", help="For one pool only.", show_default="any")
+    ] = None,
+    uses: Annotated[
+        int, typer.Option("--uses", min=1, max=1_000_000, help="Keys that may come with it.")
+    ] = 1,
+    expires: Annotated[
+        float,
+        typer.Option(parser=duration, metavar="TIME", help="For how long.", show_default="7d"),
+    ] = 7 * 86400.0,
+    listed: Annotated[
+        bool, typer.Option("--list", help="Lists the invites instead; the run must be up.")
+    ] = False,
+    revoke: Annotated[
+        str | None,
+        typer.Option(
+            "--revoke",
+            metavar="INVITE",
+            help="Revokes one instead: its link, its key, or how that begins.",
+            show_default=False,
+        ),
+    ] = None,
+    reason: Annotated[
+        str, typer.Option("--reason", help="Why it is revoked; who comes with it is told.")
+    ] = "the link is no longer valid",
+    as_json: Annotated[bool, typer.Option("--json", help="With --list, for programs.")] = False,
+    runs_dir: RunsDir = RUNS,
+) -> int:
+    """Prints a link, for which the run need not be alive, or does what the options say; returns the
+    exit code."""
+    if revoke is not None:
+        return revoke_invite(run, revoke, reason, runs_dir)
+    if listed:
+        return list_invites(run, as_json, runs_dir)
     run_dir = find_run(run, runs_dir)
     spec = load_resolved(run_dir)
     pools = [each.name for each in spec.samplers]
@@ -260,10 +298,10 @@ def invite_command(run: str, pool: str | None, uses: int, valid_s: float, runs_d
         spec.name,
         pool=pool,
         uses=uses,
-        valid_s=valid_s,
+        valid_s=expires,
         coordinator=SigningKey.load(run_dir / "keys" / "coordinator.key"),
     )
-    _note(run_dir, Made(invite_key(text), pool, uses, time.time() + valid_s))
+    _note(run_dir, Made(invite_key(text), pool, uses, time.time() + expires))
     print(replace(link, invite=text))
     return 0
 

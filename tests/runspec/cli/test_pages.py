@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
@@ -84,7 +84,7 @@ def line_of(text: str) -> int:
 
 
 def rendered(files: SpecFiles, capsys: Text, origin: bool, form: str = "yaml") -> str:
-    assert render_command(files, origin, form) == 0
+    assert render_command(*astuple(files), origin, form) == 0
     return capsys.readouterr().out
 
 
@@ -142,7 +142,7 @@ def verdicts(facts: Facts, runs_dir: Path) -> dict[str, str]:
 
 
 def test_this_machine_runs_the_laptop_profile(tmp_path, capsys):
-    assert doctor_command(LAPTOP, tmp_path) == 0
+    assert doctor_command(*astuple(LAPTOP), tmp_path) == 0
     # every check is named with what was found, and none failed
     out = capsys.readouterr().out
     for words in ("python", "jax", "vllm", "free", "ports", "open files", "clock", "models"):

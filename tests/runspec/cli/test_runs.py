@@ -123,7 +123,7 @@ def test_a_run_that_loads_is_watched_killed_and_deleted(tmp_path, capfd):
         with pytest.MonkeyPatch.context() as patch:
             pauses(patch, lambda: None)
             with pytest.raises(KeyboardInterrupt):
-                status_command("small", False, tmp_path, watch=True)
+                status_command("small", watch=True, runs_dir=tmp_path)
         assert capfd.readouterr().out.count("running, loading vLLM") == 2
         hold.unlink()
         eventually(lambda: not status(tmp_path)["roles"]["loading"]["stage"], "the end of the load")
