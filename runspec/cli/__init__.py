@@ -3,6 +3,10 @@
 Its commands by panel and name are below. What a command takes and does is the function
 `NAME_command` of its module, which is imported when the command is called: help stays quick.
 
+The reader of `runspec apply ... | head` goes away while the command trains on. Every command goes
+on without output, and its exit code is that of its work. One that prints without end asks
+`reader_gone`.
+
 Exit codes:
     0: done, or clean.
     1: a finding, or something that a person can mend.
@@ -16,15 +20,21 @@ Exit codes:
 
 from __future__ import annotations
 
+import errno
 import gc
+import io
+import os
 import sys
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperGroup
 
-from runspec.cli.output import exit_code_of, outlive_readers
+from runspec.core.errors import RunElsewhere, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _COMMANDS = {
     "Specs": {
@@ -123,9 +133,75 @@ for _panel, _of in _COMMANDS.items():
         app.command(_home.partition(".")[2], help=_help, rich_help_panel=_panel)(lambda: None)
 
 
+_REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
+"""Errors of a disk that a person can mend, wherever they come up."""
+
+
+class _Unbroken(io.FileIO):
+    """A file descriptor that discards what is written once nobody reads it."""
+
+    gone = False
+
+    def write(self, data: Any) -> int:
+        """Writes a buffer of bytes, as `io.FileIO` does; returns how many."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            _Unbroken.gone = True
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
+
+
+def reader_gone() -> bool:
+    """Whether something was written that nobody reads."""
+    return _Unbroken.gone
+
+
+def _unbroken(stream: Any) -> Any:
+    """The stream, which from now on discards what nobody reads any more."""
+    try:
+        descriptor = stream.fileno()
+    except (AttributeError, OSError):  # closed from the start, or no file
+        return stream
+    raw = io.BufferedWriter(_Unbroken(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(
+        raw, stream.encoding, stream.errors, line_buffering=stream.line_buffering
+    )
+
+
+def exit_code_of(work: Callable[[], int]) -> int:
+    """Return the exit code of `work`, or that of the error that ends it, which is printed."""
+    try:
+        return work()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except RunElsewhere as run:
+        carry = run.carry
+        return exit_code_of(lambda: carry(sys.argv[1:]))
+    except KeyboardInterrupt:
+        from runspec.local.backend import EXIT_INTERRUPTED
+
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename and error.errno in _REFUSALS:
+            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+            print("  remedy: mend the permissions, free space, or name another", file=sys.stderr)
+            return 1
+        import logging
+
+        from runspec.core.process import EXIT_INTERNAL
+
+        logging.exception("a fault of runspec's own; please report it")
+        return EXIT_INTERNAL
+
+
 def main() -> None:
     """Runs the command line and exits."""
     # What imports make stays: looking for cycles in it took a tenth of a cold `runspec lint`.
     gc.set_threshold(100_000)
-    outlive_readers()
+    sys.stdout, sys.stderr = _unbroken(sys.stdout), _unbroken(sys.stderr)
     sys.exit(exit_code_of(app))

@@ -16,15 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runspec.cli.output import (
-    Detach,
-    Overrides,
-    Placement,
-    Profile,
-    SpecRunsDir,
-    exit_code_of,
-    files_named,
-)
+from runspec.cli import exit_code_of, options
 from runspec.cli.spec_files import sound_spec
 from runspec.cli.status import show_link
 from runspec.cli.view import PlainView, watching
@@ -56,11 +48,11 @@ _POLL_S = 0.2
 
 def apply_command(
     file: Annotated[Path, typer.Argument(help="The spec, or a plan that `plan -o` saved.")],
-    profile: Profile = None,
-    placement: Placement = None,
-    overrides: Overrides = None,
-    detach: Detach = False,
-    runs_dir: SpecRunsDir = None,
+    profile: options.Profile = None,
+    placement: options.Placement = None,
+    overrides: options.Overrides = None,
+    detach: options.Detach = False,
+    runs_dir: options.SpecRunsDir = None,
     resolved: Annotated[bool, typer.Option("--resolved", hidden=True)] = False,
 ) -> int:
     """Starts, changes or continues the run; returns the exit code.
@@ -72,7 +64,7 @@ def apply_command(
         spec = parse_resolved(sys.stdin.buffer.read(MAX_BYTES + 1), place="standard input")
         plan = planning.make_plan(spec, run_directory(spec, runs_dir))
         return carry_out_or_explain(plan, detach=detach)
-    files = files_named(file, profile, placement, overrides)
+    files = options.files_named(file, profile, placement, overrides)
     saved = saved_plan(files)
     spec, approved = (saved.spec, saved.seen) if saved else (sound_spec(files), None)
     if spec.placement.backend != LOCAL:

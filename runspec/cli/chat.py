@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from runspec.cli.output import RUNS, RunsDir
+from runspec.cli import options
 from runspec.cli.serve import HOST, Served, await_server, free_port, served, serving
 from runspec.core.errors import UserError
 from runspec.core.prompt_messages import prompt_messages
@@ -34,7 +34,7 @@ def chat_command(
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", min=1, help="Longest answer.")
     ] = None,
-    runs_dir: RunsDir = RUNS,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> int:
     """Ask for questions and answer them until the input ends; return 0.
 

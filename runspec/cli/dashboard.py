@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from runspec.cli.output import RUNS, Run, RunsDir
+from runspec.cli import options
 from runspec.core.address import is_server_url
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
@@ -40,7 +40,7 @@ def dashboard_command(
         Path | None, typer.Option("--key", help="The coordinator's key, for a URL.")
     ] = None,
     browse: Annotated[bool, typer.Option("--open", help="Opens it in a browser.")] = False,
-    runs_dir: RunsDir = RUNS,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> int:
     """Serve the page until Ctrl-C, or write it; return the exit code.
 
@@ -94,9 +94,9 @@ def _source(run: str, key: Path | None, runs_dir: Path) -> Source:
 
 
 def monitor_command(
-    run: Run,
+    run: options.Run,
     name: Annotated[str, typer.Argument(help="One of the spec's monitors.")],
-    runs_dir: RunsDir = RUNS,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> int:
     """Follows a run while it is alive, or sends what is there; returns the exit code of a role.
 

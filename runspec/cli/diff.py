@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from runspec.cli.output import File, Overrides, Placement, Profile, SpecRunsDir, files_named
+from runspec.cli import options
 from runspec.cli.spec_files import located
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError, bad_usage
@@ -38,14 +38,14 @@ _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 @bad_usage()
 def diff_command(
-    file: File,
-    profile: Profile = None,
-    placement: Placement = None,
-    overrides: Overrides = None,
-    runs_dir: SpecRunsDir = None,
+    file: options.File,
+    profile: options.Profile = None,
+    placement: options.Placement = None,
+    overrides: options.Overrides = None,
+    runs_dir: options.SpecRunsDir = None,
 ) -> int:
     """Prints the difference as `diff -u` does; returns the exit code."""
-    files = files_named(file, profile, placement, overrides)
+    files = options.files_named(file, profile, placement, overrides)
     layered = load_layers(files)
     if layered.spec is None:
         found = "\n".join(format_finding(finding) for finding in layered.findings)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runspec.cli.output import Overrides, Placement, Profile, SpecRunsDir, files_named
+from runspec.cli import options
 from runspec.cli.spec_files import located, sound_spec
 from runspec.core.entry_points import LISTS, extra_of, install_command, list_command, machine_kind
 from runspec.core.errors import UserError
@@ -172,16 +172,16 @@ def _system(env: Mapping[str, str], runs_dir: Path) -> Iterator[Check]:
 
 def doctor_command(
     file: Annotated[Path | None, typer.Argument(help="A spec that should run here.")] = None,
-    profile: Profile = None,
-    placement: Placement = None,
-    overrides: Overrides = None,
-    runs_dir: SpecRunsDir = None,
+    profile: options.Profile = None,
+    placement: options.Placement = None,
+    overrides: options.Overrides = None,
+    runs_dir: options.SpecRunsDir = None,
 ) -> int:
     """Prints the checks; returns 0, or 1 where one failed."""
     facts = look()
     checks = check_machine(facts, runs_dir or RUNS)
     if file is not None:
-        files = files_named(file, profile, placement, overrides)
+        files = options.files_named(file, profile, placement, overrides)
         checks += check_spec_here(files, facts, runs_dir)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for _ in range(3):

@@ -26,7 +26,7 @@ import typer
 from rich.console import Console
 
 from bridge.model_files import TOKENIZER_NAMES
-from runspec.cli.output import RUNS, Json, Overrides, RunsDir
+from runspec.cli import options
 from runspec.cli.serve import (
     HOST,
     await_server,
@@ -62,7 +62,7 @@ def evaluate_command(
     data: Annotated[
         Path | None, typer.Option("--data", help="Problems of a shipped suite.")
     ] = None,
-    overrides: Overrides = None,
+    overrides: options.Overrides = None,
     overlap: Annotated[
         bool, typer.Option("--overlap", help="Names problems that the run trains on.")
     ] = False,
@@ -79,8 +79,8 @@ def evaluate_command(
     out: Annotated[
         Path | None, typer.Option("--out", help="A new folder for the tool's files.")
     ] = None,
-    as_json: Json = False,
-    runs_dir: RunsDir = RUNS,
+    as_json: options.Json = False,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> int:
     """Evaluate and print the figures; return the exit code.
 

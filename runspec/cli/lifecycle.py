@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from runspec.cli.output import RUNS, Detach, Run, RunsDir, Yes
+from runspec.cli import options
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.object_store import Folder
 from runspec.core.run_files import checkpoints_folder
@@ -29,7 +29,7 @@ RELEASE_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 
 
-def pause_command(run: Run, runs_dir: RunsDir = RUNS) -> int:
+def pause_command(run: options.Run, runs_dir: options.RunsDir = options.RUNS) -> int:
     """Pause the run; return 0 once no process of it is alive, also where none was."""
     run_dir = find_run(run, runs_dir)
     if holder(run_dir) is None:
@@ -55,7 +55,7 @@ def pause_command(run: Run, runs_dir: RunsDir = RUNS) -> int:
 def export_command(
     run: Annotated[str, typer.Argument(help="NAME, or NAME@VERSION; else the newest.")],
     directory: Annotated[Path, typer.Argument(help="A new folder.")],
-    runs_dir: RunsDir = RUNS,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> int:
     """Export a version of the run that `run` names as NAME or NAME@VERSION; return 0."""
     name, version = run_and_version(run)
@@ -80,7 +80,9 @@ def run_and_version(text: str) -> tuple[str, int | None]:
     return name, int(version) if at else None
 
 
-def resume_command(run: Run, detach: Detach = False, runs_dir: RunsDir = RUNS) -> int:
+def resume_command(
+    run: options.Run, detach: options.Detach = False, runs_dir: options.RunsDir = options.RUNS
+) -> int:
     """Goes on from the newest checkpoint; returns the exit code, as `apply` does."""
     from runspec.cli.apply import carry_out  # the other commands start faster without it
 
@@ -97,10 +99,10 @@ def resume_command(run: Run, detach: Detach = False, runs_dir: RunsDir = RUNS) -
 
 
 def rollback_command(
-    run: Run,
+    run: options.Run,
     to: Annotated[int, typer.Option("--to", min=0, help="The policy version to go back to.")],
-    yes: Yes = False,
-    runs_dir: RunsDir = RUNS,
+    yes: options.Yes = False,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> int:
     """Takes the run back; returns 0.
 
@@ -132,7 +134,9 @@ def rollback_command(
     return 0
 
 
-def delete_command(run: Run, yes: Yes = False, runs_dir: RunsDir = RUNS) -> int:
+def delete_command(
+    run: options.Run, yes: options.Yes = False, runs_dir: options.RunsDir = options.RUNS
+) -> int:
     """Removes the directory; returns 0.
 
     Raises:

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from runspec.cli.output import Overrides, Placement, Profile, files_named
+from runspec.cli import options
 from runspec.core.errors import bad_usage
 from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import CheckedFiles, check_files, selection
@@ -29,9 +29,9 @@ MAX_ROUNDS = 5
 @bad_usage()
 def lint_command(
     files: Annotated[list[Path], typer.Argument(help="Specs to check.")],
-    profile: Profile = None,
-    placement: Placement = None,
-    overrides: Overrides = None,
+    profile: options.Profile = None,
+    placement: options.Placement = None,
+    overrides: options.Overrides = None,
     fix: Annotated[bool, typer.Option("--fix", help="Mends what is safe to mend.")] = False,
     data: Annotated[
         bool, typer.Option("--data", help="Reads every problem and tries the graders, too.")
@@ -53,7 +53,7 @@ def lint_command(
 
     With `data` it reads the problems of the specs that have no errors, and tries their graders.
     """
-    specs = [files_named(path, profile, placement, overrides) for path in files]
+    specs = [options.files_named(path, profile, placement, overrides) for path in files]
     codes = selection(select or [], ignore or [])
     checked = check_files(specs).only(codes)
     if fix:

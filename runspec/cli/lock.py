@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from runspec.cli.output import File, Overrides, Placement, Profile, files_named
+from runspec.cli import options
 from runspec.core.errors import UserError, bad_usage
 from runspec.core.spec.load import SpecFiles
 
@@ -20,10 +20,10 @@ EXIT_FINDINGS = 1
 
 @bad_usage()
 def lock_command(
-    file: File,
-    profile: Profile = None,
-    placement: Placement = None,
-    overrides: Overrides = None,
+    file: options.File,
+    profile: options.Profile = None,
+    placement: options.Placement = None,
+    overrides: options.Overrides = None,
     check: Annotated[
         bool, typer.Option("--check", help="Writes nothing; exits 1 where the lock is stale.")
     ] = False,
@@ -35,7 +35,7 @@ def lock_command(
     from runspec.core.spec.findings import format_finding
     from runspec.core.spec.load import load_layers
 
-    files = files_named(file, profile, placement, overrides)
+    files = options.files_named(file, profile, placement, overrides)
     layered = load_layers(files)
     if layered.kind != "Run":
         what = f"a file of kind {layered.kind} names nothing to pin"

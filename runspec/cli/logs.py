@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from runspec.cli.output import RUNS, Follow, Json, Run, RunsDir, duration, reader_gone
+from runspec.cli import options, reader_gone
 from runspec.core.errors import BadUsage, UserError
 from runspec.local.evaluations import evaluation_names, main_figure, result_line
 from runspec.local.run_dir import find_run
@@ -27,13 +27,13 @@ _BLOCK = 1 << 16
 
 
 def logs_command(
-    run: Run,
+    run: options.Run,
     role: Annotated[str | None, typer.Option("--role", help="One role's log only.")] = None,
-    follow: Follow = False,
+    follow: options.Follow = False,
     tail: Annotated[
         int | None, typer.Option("--tail", min=0, help="Only so many last lines of each.")
     ] = None,
-    runs_dir: RunsDir = RUNS,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> int:
     """Prints logs (their last `tail` lines), with `follow` until Ctrl-C; returns the exit code."""
     folder = find_run(run, runs_dir) / "logs"
@@ -101,7 +101,10 @@ def _print_new(path: Path, read: int, several: bool, follow: bool) -> int:
 
 
 def events_command(
-    run: Run, follow: Follow = False, as_json: Json = False, runs_dir: RunsDir = RUNS
+    run: options.Run,
+    follow: options.Follow = False,
+    as_json: options.Json = False,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> int:
     """Prints events until their end, or with `follow` until Ctrl-C; returns the exit code."""
     run_dir = find_run(run, runs_dir)
@@ -136,17 +139,17 @@ _CONDITION = re.compile(r"(?:condition=)?([A-Za-z]+)(?:=(true|false))?", re.IGNO
 
 
 def wait_command(
-    run: Run,
+    run: options.Run,
     condition: Annotated[
         str, typer.Option("--for", help="A condition: Ready, Finished, ..., or step=N.")
     ],
     timeout: Annotated[
         float,
         typer.Option(
-            parser=duration, metavar="TIME", help="How long, like 30s.", show_default="10m"
+            parser=options.duration, metavar="TIME", help="How long, like 30s.", show_default="10m"
         ),
     ] = 600.0,
-    runs_dir: RunsDir = RUNS,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> int:
     """Waits; returns 0 when it holds, 1 when it cannot or has not in time.
 

@@ -14,17 +14,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from runspec.cli import options
 from runspec.cli.estimate_view import show_estimate
-from runspec.cli.output import (
-    File,
-    Json,
-    Overrides,
-    Placement,
-    Profile,
-    SpecRunsDir,
-    files_named,
-    words_of,
-)
 from runspec.cli.spec_files import sound_spec
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
@@ -57,22 +48,22 @@ SITE = PurePath("SITE")
 
 
 def plan_command(
-    file: File,
-    profile: Profile = None,
-    placement: Placement = None,
-    overrides: Overrides = None,
+    file: options.File,
+    profile: options.Profile = None,
+    placement: options.Placement = None,
+    overrides: options.Overrides = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Saves it for apply.")] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
     exit_code: Annotated[
         bool, typer.Option("--exit-code", help="Exits 6 where there are changes.")
     ] = False,
     aot: Annotated[
         bool, typer.Option("--aot", help="Compiles the learner's step for its chips.")
     ] = False,
-    runs_dir: SpecRunsDir = None,
+    runs_dir: options.SpecRunsDir = None,
 ) -> int:
     """Prints the plan, and saves it where asked; returns the exit code."""
-    files = files_named(file, profile, placement, overrides)
+    files = options.files_named(file, profile, placement, overrides)
     spec = sound_spec(files)
     plan = make_plan(spec, run_directory(spec, runs_dir))
     config = model_config(spec, files.path.parent)
@@ -97,7 +88,7 @@ def plan_command(
     if out is not None:
         _save(out, plan)
         if not as_json:
-            command = shlex.join(["runspec", "apply", *words_of(SpecFiles(out), runs_dir)])
+            command = shlex.join(["runspec", "apply", *options.words_of(SpecFiles(out), runs_dir)])
             print(f"\nSaved. To apply exactly this: {command}")
     return EXIT_CHANGES if exit_code and plan.changes else 0
 
@@ -261,7 +252,7 @@ def role_groups(spec: RunSpec, files: SpecFiles, runs_dir: Path | None) -> list[
     that command, else one for each process.
     """
     named, groups = spec.placement.roles, []
-    apply = ["runspec", "apply", *words_of(files, runs_dir)]
+    apply = ["runspec", "apply", *options.words_of(files, runs_dir)]
     for group in groups_of(spec):
         here = (
             named is None or spec.placement.backend != LOCAL or group.name in (TRUNK_GROUP, *named)
@@ -296,7 +287,9 @@ def where_lines(spec: RunSpec, groups: list[dict[str, Any]], files: SpecFiles) -
         yield f"  others: {_what(group)}"
         yield f"    {group['commands'][0]}{more}"
     if away:
-        prepare = shlex.join(["runspec", "prepare", *words_of(files, None), "-o", str(SITE)])
+        prepare = shlex.join(
+            ["runspec", "prepare", *options.words_of(files, None), "-o", str(SITE)]
+        )
         end = ";" if spec.samplers else ""
         yield f"  bundles come from `{prepare}`, whose trunk then takes the place of `apply`{end}"
         if spec.samplers:

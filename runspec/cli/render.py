@@ -11,15 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 import yaml
 
-from runspec.cli.output import (
-    File,
-    Overrides,
-    Placement,
-    Profile,
-    SpecRunsDir,
-    files_named,
-    words_of,
-)
+from runspec.cli import options
 from runspec.core.errors import BadUsage, UserError, bad_usage
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.spec.load import SpecFiles
@@ -29,10 +21,10 @@ EXIT_FINDINGS, EXIT_UNREADABLE = 1, 2
 
 
 def render_command(
-    file: File,
-    profile: Profile = None,
-    placement: Placement = None,
-    overrides: Overrides = None,
+    file: options.File,
+    profile: options.Profile = None,
+    placement: options.Placement = None,
+    overrides: options.Overrides = None,
     show_origin: Annotated[
         bool, typer.Option("--show-origin", help="Says of each value where it is from.")
     ] = False,
@@ -42,10 +34,10 @@ def render_command(
         typer.Option("--backend", help="Writes what starts the run there."),
     ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Where --backend writes.")] = None,
-    runs_dir: SpecRunsDir = None,
+    runs_dir: options.SpecRunsDir = None,
 ) -> int:
     """Prints the spec, or writes what starts it on a cluster; returns the exit code."""
-    files = files_named(file, profile, placement, overrides)
+    files = options.files_named(file, profile, placement, overrides)
     if backend is not None:
         return _write_for(files, backend, out, runs_dir)
     return _print_resolved(files, show_origin, output)
@@ -113,7 +105,7 @@ def _write_for(
         # Absolute paths: a script runs in any folder.
         placement = files.placement and files.placement.absolute()
         there = replace(files, path=files.path.absolute(), placement=placement)
-        script = sbatch_script(spec, words_of(there, runs and runs.absolute()), run_dir)
+        script = sbatch_script(spec, options.words_of(there, runs and runs.absolute()), run_dir)
         require_writable(out.absolute().parent, "the script's folder", "name another file with -o")
         write_atomic(out, script.encode())
         print(f"Start the run, and continue it: sbatch {out}")

@@ -22,8 +22,8 @@ import typer
 
 from bridge.model_files import TOKENIZER_NAMES
 from broadcast.manifest import WeightsManifest
+from runspec.cli import options
 from runspec.cli.lifecycle import run_and_version
-from runspec.cli.output import RUNS, RunsDir
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
 from runspec.core.models.family import load_config
@@ -125,7 +125,7 @@ def serve_command(
         float,
         typer.Option("--hold", min=0.1, help="Seconds that requests wait at most before a move."),
     ] = 60.0,
-    runs_dir: RunsDir = RUNS,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> int:
     """Serve until Ctrl-C or SIGTERM; return 0. Further options are those of vLLM's server.
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runspec.cli.output import File, Json, Overrides, Placement, Profile, files_named
+from runspec.cli import options
 from runspec.cli.spec_files import sound_spec
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
@@ -26,21 +26,21 @@ from runspec.simulate.run import simulate
 
 
 def simulate_command(
-    file: File,
-    profile: Profile = None,
-    placement: Placement = None,
-    overrides: Overrides = None,
+    file: options.File,
+    profile: options.Profile = None,
+    placement: options.Placement = None,
+    overrides: options.Overrides = None,
     swarm: Annotated[
         Path | None, typer.Option("--swarm", help="Who works, comes, goes and attacks.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of all that is drawn.")] = 0,
-    as_json: Json = False,
+    as_json: options.Json = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Writes an HTML page with plots.")
     ] = None,
 ) -> int:
     """Prints what a run with a population comes to; returns 1 where it stalls."""
-    files = files_named(file, profile, placement, overrides)
+    files = options.files_named(file, profile, placement, overrides)
     if plot is not None and not module_is_installed("matplotlib"):
         raise UserError(
             "matplotlib is not installed",

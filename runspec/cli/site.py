@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
+from runspec.cli import options
 from runspec.cli.apply import carry_out_or_explain
-from runspec.cli.output import File, Overrides, Placement, Profile, files_named
 from runspec.cli.spec_files import sound_spec
 from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
@@ -31,18 +31,18 @@ from runspec.local.site import BUNDLES, Disk, groups_of, make_site
 
 
 def prepare_command(
-    file: File,
+    file: options.File,
     site: Annotated[Path, typer.Option("-o", "--out", metavar="SITE", help="Folder to make.")],
-    profile: Profile = None,
-    placement: Placement = None,
-    overrides: Overrides = None,
+    profile: options.Profile = None,
+    placement: options.Placement = None,
+    overrides: options.Overrides = None,
 ) -> int:
     """Makes a site's keys, spec and bundles in a folder; returns the exit code.
 
     Made again with the same folder, it keeps the keys, so that a changed spec reaches the roles by
     new bundles.
     """
-    files = files_named(file, profile, placement, overrides)
+    files = options.files_named(file, profile, placement, overrides)
     spec, _ = make_site(sound_spec(files, pins_root=True), site)
     print(f"{spec.name} is prepared in {site}. Bring each machine its bundles, and run there:")
     for group in groups_of(spec):

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from broadcast.layout import manifest_name
 from broadcast.manifest import MAX_BYTES
+from runspec.cli import options
 from runspec.cli.logs import event_line
-from runspec.cli.output import RUNS, Json, Run, RunsDir
 from runspec.cli.view import clock, latency_line, left_text, plain_table, role_table, step_line
 from runspec.core.canonical import digest_bytes
 from runspec.core.files import read_bounded
@@ -52,12 +52,12 @@ _FOLDERS = ("checkpoints", "weights", "store", "rollouts", "work", "logs")
 
 
 def status_command(
-    run: Run,
-    as_json: Json = False,
+    run: options.Run,
+    as_json: options.Json = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="Says it every two seconds while the run is alive.")
     ] = False,
-    runs_dir: RunsDir = RUNS,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> int:
     """Prints the status; returns the exit code."""
     run_dir = find_run(run, runs_dir)
@@ -177,7 +177,7 @@ def condition_table(shown: Sequence[Condition]) -> Table:
     return table
 
 
-def describe_command(run: Run, runs_dir: RunsDir = RUNS) -> int:
+def describe_command(run: options.Run, runs_dir: options.RunsDir = options.RUNS) -> int:
     """Prints the sections; returns the exit code."""
     seen = look_at(find_run(run, runs_dir), events=None)
     with closing(RunState(seen.directory)) as state:

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from runspec.cli.output import RUNS, Json, Run, RunsDir, duration
+from runspec.cli import options
 from runspec.cli.view import plain_table
 from runspec.core.address import parse_join_link
 from runspec.core.canonical import MalformedJson, canonical_json, is_digest, parse_object
@@ -145,7 +145,9 @@ def coordinator_of(run: str, runs_dir: Path) -> CoordinatorAccess:
     )
 
 
-def workers_command(run: Run, as_json: Json = False, runs_dir: RunsDir = RUNS) -> int:
+def workers_command(
+    run: options.Run, as_json: options.Json = False, runs_dir: options.RunsDir = options.RUNS
+) -> int:
     """Lists the workers, those with the most credit first; returns the exit code."""
     coordinator = coordinator_of(run, runs_dir)
     rows = worker_rows(coordinator.entries("workers"), coordinator.entries("banned"))
@@ -197,14 +199,18 @@ def worker_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def ban_command(run: Run, key: Key, reason: Reason, runs_dir: RunsDir = RUNS) -> int:
+def ban_command(
+    run: options.Run, key: Key, reason: Reason, runs_dir: options.RunsDir = options.RUNS
+) -> int:
     """Bans a key; returns the exit code."""
     whole = _order("ban", run, key, reason, runs_dir)
     print(f"{whole} is banned: its requests are refused, and its open leases are over")
     return 0
 
 
-def unban_command(run: Run, key: Key, reason: Reason, runs_dir: RunsDir = RUNS) -> int:
+def unban_command(
+    run: options.Run, key: Key, reason: Reason, runs_dir: options.RunsDir = options.RUNS
+) -> int:
     """Lifts a ban; returns the exit code."""
     whole = _order("unban", run, key, reason, runs_dir)
     print(f"{whole} may work again; all its work is recomputed until enough was accepted")
@@ -239,7 +245,7 @@ class Made:
 
 
 def invite_command(
-    run: Run,
+    run: options.Run,
     pool: Annotated[
         str | None, typer.Option("--pool", help="For one pool only.", show_default="any")
     ] = None,
@@ -248,7 +254,9 @@ def invite_command(
     ] = 1,
     expires: Annotated[
         float,
-        typer.Option(parser=duration, metavar="TIME", help="For how long.", show_default="7d"),
+        typer.Option(
+            parser=options.duration, metavar="TIME", help="For how long.", show_default="7d"
+        ),
     ] = 7 * 86400.0,
     listed: Annotated[
         bool, typer.Option("--list", help="Lists the invites instead; the run must be up.")
@@ -266,7 +274,7 @@ def invite_command(
         str, typer.Option("--reason", help="Why it is revoked; who comes with it is told.")
     ] = "the link is no longer valid",
     as_json: Annotated[bool, typer.Option("--json", help="With --list, for programs.")] = False,
-    runs_dir: RunsDir = RUNS,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> int:
     """Prints a link, for which the run need not be alive, or does what the options say; returns the
     exit code."""
