@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import sys
 from datetime import UTC, datetime
-from typing import Any
 
 import yaml
 from rich.console import Console
@@ -72,19 +71,11 @@ def _lines(spec: RunSpec) -> list[str]:
     """The resolved spec as YAML, every default written out; of profiles, which they are."""
     # Through the form on disk, in which free maps are sorted: their order means nothing.
     on_disk = parse_resolved(dump_resolved(spec), place=FILE_NAME)
-    tree = with_identities(on_disk.model_dump(mode="json", by_alias=True))
+    tree = on_disk.model_dump(mode="json", by_alias=True)
+    for profile in tree["verify"]["profiles"]:
+        if profile["document"]:
+            profile["document"] = profile_identity(profile["document"])
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).splitlines(keepends=True)
-
-
-def with_identities(tree: dict[str, Any]) -> dict[str, Any]:
-    """A resolved spec as JSON, with what identifies each profile in the place of its document."""
-    shown = [
-        profile | {"document": profile_identity(profile["document"])}
-        if profile["document"]
-        else profile
-        for profile in tree["verify"]["profiles"]
-    ]
-    return tree | {"verify": tree["verify"] | {"profiles": shown}}
 
 
 def profile_identity(document: str) -> dict[str, str | float]:

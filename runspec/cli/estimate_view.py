@@ -116,8 +116,11 @@ def _islands(islands: IslandsEstimate, console: Console) -> None:
     _title(console, "Islands", f"{share}; bytes and times of a step")
     columns = ("devices", ">up", ">down", ">exchange", ">updates", ">busy")
     table = _table("island", *columns)
-    for alike in _alike(islands.islands):
-        each, count = alike[0], len(alike)
+    alike: dict[IslandEstimate, list[IslandEstimate]] = {}
+    for each in islands.islands:  # those of which only the names differ are one row
+        alike.setdefault(replace(each, name=""), []).append(each)
+    for each, *others in alike.values():
+        count = 1 + len(others)
         table.add_row(
             "",
             f"{each.name} ({count} alike)" if count > 1 else each.name,
@@ -138,14 +141,6 @@ def _islands(islands: IslandsEstimate, console: Console) -> None:
         slowest = f"the slowest waits {_time(islands.exposed_s)} a step"
         waits = slowest if islands.exposed_s else "nobody waits"
         _say(console, f"they exchange shares {how}; {waits}")
-
-
-def _alike(islands: Sequence[IslandEstimate]) -> Iterator[list[IslandEstimate]]:
-    """Yield islands in groups of which only the names differ."""
-    groups: dict[IslandEstimate, list[IslandEstimate]] = {}
-    for each in islands:
-        groups.setdefault(replace(each, name=""), []).append(each)
-    yield from groups.values()
 
 
 def _samplers(estimate: RunEstimate, console: Console) -> None:
@@ -224,7 +219,10 @@ def _step(estimate: RunEstimate, step: Timeline, console: Console) -> None:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, width=width)
     table.add_column(no_wrap=True, justify="right")
-    for role, members in _members(estimate).items():
+    roles = {LEARNER: 1, BROADCAST: 1}  # how many work in each, in the order of a version's way
+    roles |= {pool.name: pool.replicas for pool in estimate.samplers}
+    roles |= {VALIDATORS: estimate.validators} if estimate.validators else {}
+    for role, members in roles.items():
         mine = [i for i in step.intervals if i.role == role]
         if role == BROADCAST:
             mine = _union(mine)
@@ -280,13 +278,6 @@ def _counted(number: int, noun: str) -> str:
     """Like 1 update or 12 microbatches."""
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{plural if number != 1 else ''}"
-
-
-def _members(estimate: RunEstimate) -> dict[str, int]:
-    """How many work in a role, in the order of a version's way."""
-    roles = {LEARNER: 1, BROADCAST: 1}
-    roles |= {pool.name: pool.replicas for pool in estimate.samplers}
-    return roles | ({VALIDATORS: estimate.validators} if estimate.validators else {})
 
 
 def _lane(intervals: Sequence[Interval], members: int, seconds: float, width: int) -> str:

@@ -13,6 +13,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from importlib.metadata import EntryPoint
@@ -74,24 +75,17 @@ def kind_paragraphs(point: EntryPoint) -> Iterator[str]:
 
 
 def _docstring(point: EntryPoint) -> str | None:
+    """Return the docstring of what an entry point names, which is not imported for it."""
     top, *inner = point.module.split(".")
-    found = find_spec(top)
-    for folder in (found.submodule_search_locations or []) if found else []:
-        path = Path(folder, *inner)
-        for file in (path.with_suffix(".py"), path / "__init__.py"):
-            if file.is_file():
-                return _class_docstring(file, point.attr)
-    return _class_docstring(Path(found.origin), point.attr) if found and found.origin else None
-
-
-def _class_docstring(file: Path, name: str) -> str | None:
-    try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
+    if (found := find_spec(top)) is None:
         return None
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-            return ast.get_docstring(node)
+    paths = [Path(folder, *inner) for folder in found.submodule_search_locations or []]
+    files = [file for path in paths for file in (path.with_suffix(".py"), path / "__init__.py")]
+    for file in [*files, *([Path(found.origin)] if found.origin else [])]:
+        with suppress(OSError, ValueError, SyntaxError):
+            for node in ast.parse(file.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == point.attr:
+                    return ast.get_docstring(node)
     return None
 
 
@@ -132,8 +126,12 @@ def placement_page() -> Page:
         "One site's part of a run, given with --placement over a spec and its profile: `version`, "
         "`kind: Placement`, a `name` for people, and any of these. It adds no pools."
     )
+    fields = schema_fields()
+    above = {path: path.rpartition(".")[0].removesuffix(".<name>") for path in fields}
     outermost = [
-        path for path, field in schema_fields().items() if field.site and not _parent_is_site(path)
+        path
+        for path in fields
+        if fields[path].site and not (above[path] and fields[above[path]].site)
     ]
     return ["Placement", *_wrapped(text, "  "), "", *(f"  {path}" for path in outermost)]
 
@@ -173,7 +171,7 @@ def rule_page(rule: Rule) -> Page:
     """A rule: what must hold and why, how to accept it, and a file of each kind."""
     runs = {"all": "", "grpo": ", runs of grpo", "supervised": ", runs of pretrain and sft"}
     lines = [f"{rule.code}  ({rule.severity}, group {rule.group}{runs[rule.runs]})"]
-    lines += _joined(_paragraph(paragraph) for paragraph in rule.page.split("\n\n"))
+    lines += _joined(map(_paragraph, rule.page.split("\n\n")))
     if rule.check is not None:  # much of what the loader finds is in the way of everything else
         accept = f'# runspec: ignore[{rule.code}] reason="..."'
         said = "  To accept it where it is said, behind the line or above it:"
@@ -184,12 +182,6 @@ def rule_page(rule: Rule) -> Page:
             text = example.read_text(encoding="utf-8")
             lines += ["", name, *(f"  {line}".rstrip() for line in text.splitlines())]
     return lines
-
-
-def kind_page(of: str, point: EntryPoint) -> Page:
-    """A kind of reward, source or monitor, which a plug-in brings."""
-    paragraphs = (_paragraph(paragraph) for paragraph in kind_paragraphs(point))
-    return [f"{point.name}  (kind of {of})", *_joined(paragraphs)]
 
 
 def index() -> Page:
@@ -204,11 +196,6 @@ def index() -> Page:
         lines += [] if heading in lines else ["", heading]
         lines.append(_row(name, next(kind_paragraphs(point)), 30))
     return [*lines, "", *hardware_page()]
-
-
-def _parent_is_site(path: str) -> bool:
-    parent = path.rpartition(".")[0].removesuffix(".<name>")
-    return bool(parent) and schema_fields()[parent].site
 
 
 def _keys(fields: Iterable[SchemaField]) -> Page:
@@ -308,7 +295,11 @@ def find_pages(topic: str) -> list[Page]:
         found.append(device_page(DEVICES[topic]))
     if topic in RULES:
         found.append(rule_page(RULES[topic]))
-    found += [kind_page(of, p) for (of, name), p in kinds().items() if name == topic]
+    found += [
+        [f"{name}  (kind of {of})", *_joined(map(_paragraph, kind_paragraphs(point)))]
+        for (of, name), point in kinds().items()
+        if name == topic
+    ]
     return found
 
 

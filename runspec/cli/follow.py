@@ -149,6 +149,7 @@ class Follower(threading.Thread):
         """Why it ended, unless the server did."""
 
     def run(self) -> None:
+        """Follow; an error is kept for the thread that waits for the server."""
         try:
             self._follow()
         except Exception as error:  # noqa: BLE001 - raised again in the main thread

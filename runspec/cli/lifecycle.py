@@ -158,19 +158,15 @@ def delete_command(
                 end_leftovers(state.roles())
         except UserError as error:  # damaged: that must not keep it from being removed
             print(f"warning: roles that may still be alive are not known: {error}", file=sys.stderr)
-        _remove(run_dir)
+        # Renamed first: a removal cut short leaves nothing that looks like a run.
+        doomed = run_dir.with_name(f".tmp-deleted-{run_dir.name}")
+        remedy = f"mend the permissions, then remove {run_dir} and {doomed}"
+        with reported("cannot be removed", run_dir, remedy, OSError):
+            if doomed.exists():
+                shutil.rmtree(doomed)
+            run_dir.rename(doomed)
+            shutil.rmtree(doomed)
     print(f"Removed {run_dir}")
     if kept is not None and not (isinstance(kept, Path) and not kept.exists()):
         print(f"Its full states stay in {kept}: a new run of this name needs them gone")
     return 0
-
-
-def _remove(run_dir: Path) -> None:
-    # Renamed first: a removal cut short leaves nothing that looks like a run.
-    doomed = run_dir.with_name(f".tmp-deleted-{run_dir.name}")
-    remedy = f"mend the permissions, then remove {run_dir} and {doomed}"
-    with reported("cannot be removed", run_dir, remedy, OSError):
-        if doomed.exists():
-            shutil.rmtree(doomed)
-        run_dir.rename(doomed)
-        shutil.rmtree(doomed)

@@ -90,29 +90,17 @@ def _fixed(
 
 
 def _print(checked: CheckedFiles, output: str) -> None:
-    text = render(checked, output, colour=_has_colour())
+    colour = sys.stdout is not None and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    text = render(checked, output, colour=colour)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a file's text may be beyond the terminal's
         sys.stdout.reconfigure(errors="backslashreplace")
     if text:
         print(text)
     for message in dict.fromkeys(str(one.error) for one in checked.unreadable):
         print(f"error: {message}", file=sys.stderr)
-    if output in FOR_PEOPLE:
-        _summarise(checked)
-
-
-def _has_colour() -> bool:
-    """See https://no-color.org."""
-    return sys.stdout is not None and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
-def _summarise(checked: CheckedFiles) -> None:
-    said = [_counted(checked.count(severity), severity) for severity in ("error", "warning")]
-    if checked.suppressed:
-        said.append(f"{len(checked.suppressed)} suppressed")
-    if checked.findings or checked.suppressed:
+    if output in FOR_PEOPLE and (checked.findings or checked.suppressed):
+        counts = {each: checked.count(each) for each in ("error", "warning")}
+        said = [f"{count} {each}{'s' if count != 1 else ''}" for each, count in counts.items()]
+        if checked.suppressed:
+            said.append(f"{len(checked.suppressed)} suppressed")
         print(", ".join(said), file=sys.stderr)
-
-
-def _counted(count: int, one: str) -> str:
-    return f"{count} {one if count == 1 else one + 's'}"

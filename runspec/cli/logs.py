@@ -169,7 +169,14 @@ def wait_command(
             reason = f"not within {timeout:g} s"
         if reason is not None:
             print(f"error: waited for {wanted.text}: {reason}", file=sys.stderr)
-            print(f"  last seen: {last_seen(seen)}", file=sys.stderr)
+            published = "none" if seen.published is None else str(seen.published)
+            roles = ", ".join(f"{r.name} {r.state}" for r in seen.roles if r.state != "running")
+            print(
+                f"  last seen: {seen.spec.name} is {seen.state}, {seen.trained} of "
+                f"{seen.spec.steps} steps trained, version published: {published}"
+                f"{f', not running: {roles}' if roles else ''}",
+                file=sys.stderr,
+            )
             return EXIT_NOT
         time.sleep(POLL_S)
 
@@ -250,13 +257,3 @@ def why_never(awaited: Awaited, seen: RunView) -> str | None:
         reason = f" ({seen.reason})" if seen.reason else ""
         return f"the run is {seen.state}{reason}"
     return None
-
-
-def last_seen(seen: RunView) -> str:
-    """Return the state of a run in one line."""
-    published = "none" if seen.published is None else str(seen.published)
-    roles = ", ".join(f"{r.name} {r.state}" for r in seen.roles if r.state != "running")
-    return (
-        f"{seen.spec.name} is {seen.state}, {seen.trained} of {seen.spec.steps} steps trained, "
-        f"version published: {published}{f', not running: {roles}' if roles else ''}"
-    )

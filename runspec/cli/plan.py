@@ -18,7 +18,6 @@ from runspec.cli import options
 from runspec.cli.estimate_view import show_estimate
 from runspec.cli.spec_files import sound_spec
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import model_config
 from runspec.core.spec.fields import CHANGE_CLASSES
 from runspec.core.spec.load import SpecFiles, spec_digest
@@ -68,7 +67,13 @@ def plan_command(
     plan = make_plan(spec, run_directory(spec, runs_dir))
     config = model_config(spec, files.path.parent)
     estimate = estimate_run(spec, config)
-    compiled = _compile(spec, config) if aot else None
+    if aot and config is None:
+        raise UserError(
+            f"the shape of {spec.model.hf} is not known here, so its step cannot be compiled",
+            place="model.hf",
+            remedy="name a local directory with its config.json",
+        )
+    compiled = compile_step(spec, config) if aot and config is not None else None
     groups = role_groups(spec, files, runs_dir)
     if as_json:
         print(json.dumps(plan_json(plan, estimate, groups, compiled), indent=2))
@@ -82,7 +87,11 @@ def plan_command(
         console.print("\nWhere it runs")
         for line in where_lines(spec, groups, files):
             console.print(line, markup=False, soft_wrap=True)
-        show_lacking(plan, console)
+        if plan.lacking:  # which may not matter: the spec may well be for another machine
+            console.print("\nThis machine lacks:")
+        for item in plan.lacking:
+            remedy = f" ({item.remedy})" if item.remedy else ""
+            console.print(f"  {item.path}: {item.thing}{remedy}", markup=False, soft_wrap=True)
     if compiled is not None and compiled.fits is False:
         raise does_not_fit(compiled)
     if out is not None:
@@ -146,15 +155,6 @@ def show_limits(spec: RunSpec, console: Console) -> None:
             console.print(f"  {pool}: {source}", markup=False, soft_wrap=True)
 
 
-def show_lacking(plan: RunPlan, console: Console) -> None:
-    """Notes on what this machine has not; the spec may well be for another."""
-    if plan.lacking:
-        console.print("\nThis machine lacks:")
-        for item in plan.lacking:
-            remedy = f" ({item.remedy})" if item.remedy else ""
-            console.print(f"  {item.path}: {item.thing}{remedy}", markup=False, soft_wrap=True)
-
-
 def _headline(plan: RunPlan) -> str:
     name, count = plan.spec.name, len(plan.changes)
     if plan.new:
@@ -182,13 +182,10 @@ def _effect(plan: RunPlan, changes: Sequence[Change], meaning: str) -> str:
 
 def _line(change: Change) -> Text:
     mark, style = _MARKS[change.kind]
-    reason = f" ({change.reason})" if change.reason else ""
-    return Text(f"  {mark} {change.path}: {_values(change)}{reason}", style=style)
-
-
-def _values(change: Change) -> str:
     before, after = shown(change.before), shown(change.after)
-    return {"add": after, "remove": before, "change": f"{before} -> {after}"}[change.kind]
+    values = {"add": after, "remove": before, "change": f"{before} -> {after}"}[change.kind]
+    reason = f" ({change.reason})" if change.reason else ""
+    return Text(f"  {mark} {change.path}: {values}{reason}", style=style)
 
 
 def show_compiled(report: AotReport) -> None:
@@ -203,16 +200,6 @@ def show_compiled(report: AotReport) -> None:
     ):
         print(f"  {name}: {_size(count)}")
     print(f"  FLOPs by XLA, the body of a loop once: {report.flops:.3g}")
-
-
-def _compile(spec: RunSpec, config: ModelConfig | None) -> AotReport:
-    if config is None:
-        raise UserError(
-            f"the shape of {spec.model.hf} is not known here, so its step cannot be compiled",
-            place="model.hf",
-            remedy="name a local directory with its config.json",
-        )
-    return compile_step(spec, config)
 
 
 def does_not_fit(report: AotReport) -> UserError:

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 import yaml
@@ -15,7 +15,6 @@ from runspec.cli import options
 from runspec.core.errors import BadUsage, UserError, bad_usage
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.schema import RunSpec
 
 EXIT_FINDINGS, EXIT_UNREADABLE = 1, 2
 
@@ -110,16 +109,14 @@ def _write_for(
         write_atomic(out, script.encode())
         print(f"Start the run, and continue it: sbatch {out}")
     else:
-        _write_manifests(spec, render_site(spec, run_dir), out)
+        objects, path = render_site(spec, run_dir), out / f"{spec.name}.yaml"
+        require_writable(out, "the folder of the manifests", "name another one with -o")
+        write_atomic(path, yaml.safe_dump_all(objects, sort_keys=False).encode(), mode=0o600)
+        print(
+            f"{len(objects)} objects are in {path}, private keys among them: keep it from others."
+        )
+        print(f"Start the run: kubectl apply --server-side -f {path}")
+        for secret in spec.secrets[:1]:
+            name = objects[-1]["metadata"]["name"]
+            print(f"Before that, make the Secret {name}-env, with {secret.source.env} and so on.")
     return 0
-
-
-def _write_manifests(spec: RunSpec, objects: list[dict[str, Any]], out: Path) -> None:
-    require_writable(out, "the folder of the manifests", "name another one with -o")
-    path = out / f"{spec.name}.yaml"
-    write_atomic(path, yaml.safe_dump_all(objects, sort_keys=False).encode(), mode=0o600)
-    print(f"{len(objects)} objects are in {path}, private keys among them: keep it from others.")
-    print(f"Start the run: kubectl apply --server-side -f {path}")
-    for secret in spec.secrets[:1]:
-        name = objects[-1]["metadata"]["name"]
-        print(f"Before that, make the Secret {name}-env, with {secret.source.env} and so on.")

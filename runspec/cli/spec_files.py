@@ -81,7 +81,13 @@ def sound_spec(files: SpecFiles, *, pins_root: bool = False) -> RunSpec:
         BadUsage: a file cannot be read, or bad usage.
         UserError: listing every error with its place, or what the lock pins otherwise.
     """
-    _refuse_plan(files.path)
+    try:
+        plan = read_plan(files.path)
+    except (OSError, UserError):
+        plan = None  # whatever it is, the loader says what is wrong with it
+    if plan is not None:  # YAML too, it would be a spec with much that is wrong
+        remedy = f"`runspec apply {files.path}`"
+        raise BadUsage("a saved plan, not a spec", place=str(files.path), remedy=remedy)
     with bad_usage():
         checked = check_spec(files)
     if pins_root:
@@ -92,15 +98,3 @@ def sound_spec(files: SpecFiles, *, pins_root: bool = False) -> RunSpec:
     for warning in checked.findings:
         print(format_finding(warning), file=sys.stderr)
     return located(spec, files.path.parent)
-
-
-def _refuse_plan(path: Path) -> None:
-    """A saved plan is YAML too, and would be a spec with much that is wrong."""
-    try:
-        plan = read_plan(path)
-    except (OSError, UserError):
-        return  # whatever it is, the loader says what is wrong with it
-    if plan is not None:
-        raise BadUsage(
-            "a saved plan, not a spec", place=str(path), remedy=f"`runspec apply {path}`"
-        )

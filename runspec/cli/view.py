@@ -239,8 +239,8 @@ def clock(at: float | None) -> str:
 
 
 def plain_table(*columns: str) -> Table:
-    """A table without lines."""
+    """A table without lines; names starting with > are columns of numbers."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in columns:
-        table.add_column(column)
+        table.add_column(column.lstrip(">"), justify="right" if column[:1] == ">" else "left")
     return table

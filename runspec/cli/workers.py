@@ -309,7 +309,11 @@ def invite_command(
         valid_s=expires,
         coordinator=SigningKey.load(run_dir / "keys" / "coordinator.key"),
     )
-    _note(run_dir, Made(invite_key(text), pool, uses, time.time() + expires))
+    made = Made(invite_key(text), pool, uses, time.time() + expires)
+    path, remedy = run_dir / MADE_FILE, "free disk space or mend the permissions, then invite again"
+    thing = "the invite cannot be noted"
+    with reported(thing, path, remedy, OSError), path.open("ab") as file:
+        file.write(canonical_json(asdict(made)) + b"\n")
     print(replace(link, invite=text))
     return 0
 
@@ -390,15 +394,6 @@ def read_made(run_dir: Path) -> list[Made]:
         except (MalformedJson, TypeError):
             continue
     return found
-
-
-def _note(run_dir: Path, made: Made) -> None:
-    path, remedy = run_dir / MADE_FILE, "free disk space or mend the permissions, then invite again"
-    with (
-        reported("the invite cannot be noted", path, remedy, OSError),
-        path.open("ab") as file,
-    ):
-        file.write(canonical_json(asdict(made)) + b"\n")
 
 
 def _key_of(named: str, known: set[str]) -> str:
