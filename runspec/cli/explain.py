@@ -26,14 +26,7 @@ import typer
 import runspec.lint.rules  # noqa: F401  (registers them)
 from runspec.core.entry_points import entry_points_of
 from runspec.core.models.hardware import DEVICES, Device
-from runspec.core.spec.field_docs import (
-    block_doc,
-    counted_type,
-    default_words,
-    field_doc,
-    json_schema,
-    type_words,
-)
+from runspec.core.spec import field_docs
 from runspec.core.spec.fields import CHANGE_CLASSES
 from runspec.core.spec.plugins import MONITOR_GROUP, REWARD_GROUP, SOURCE_GROUP
 from runspec.core.spec.schema import RunSpec
@@ -99,11 +92,11 @@ def topics() -> list[str]:
 
 def field_page(field: SchemaField) -> Page:
     """One field: what it is, what it may be, and what changing it does."""
-    lines = [field.path, *_wrapped(field_doc(field), "  "), ""]
-    lines += _labelled("type", type_words(field))
+    lines = [field.path, *_wrapped(field_docs.field_doc(field), "  "), ""]
+    lines += _labelled("type", field_docs.type_words(field))
     if field.unit:
         lines += _labelled("unit", field.unit)
-    lines += _labelled("default", default_words(field) or "that of its keys")
+    lines += _labelled("default", field_docs.default_words(field) or "that of its keys")
     lines += _labelled("change", f"{field.change}: {CHANGE_CLASSES[field.change]}")
     may = "may set it" if field.site else "may not set it"
     below = (f for path, f in schema_fields().items() if path.startswith(f"{field.path}."))
@@ -116,7 +109,9 @@ def field_page(field: SchemaField) -> Page:
 
 def run_page() -> Page:
     """The spec itself: its top keys."""
-    text = f"{block_doc(RunSpec).splitlines()[0]} `runspec explain KEY` says more of each."
+    text = (
+        f"{field_docs.block_doc(RunSpec).splitlines()[0]} `runspec explain KEY` says more of each."
+    )
     return ["Run", *_wrapped(text, "  "), "", *_keys(fields_in(""))]
 
 
@@ -188,7 +183,7 @@ def index() -> Page:
     """Every topic in a line."""
     fields = schema_fields().values()
     lines = ["fields"]
-    lines += [_row(f.path, field_doc(f), 46) for f in fields]
+    lines += [_row(f.path, field_docs.field_doc(f), 46) for f in fields]
     for group in get_args(Group):
         lines += ["", *group_page(group)]
     for (of, name), point in kinds().items():
@@ -201,10 +196,10 @@ def index() -> Page:
 def _keys(fields: Iterable[SchemaField]) -> Page:
     lines = ["keys"]
     for field in fields:
-        default = default_words(field) or "that of its keys"
+        default = field_docs.default_words(field) or "that of its keys"
         said = default if field.required else f"default {default}"
-        lines += _wrapped(f"{field.key}: {counted_type(field)}; {said}", "  ", "      ")
-        lines += _wrapped(field_doc(field), "      ")
+        lines += _wrapped(f"{field.key}: {field_docs.counted_type(field)}; {said}", "  ", "      ")
+        lines += _wrapped(field_docs.field_doc(field), "      ")
     return lines
 
 
@@ -273,7 +268,7 @@ def schema_command(
     draft: Annotated[Literal["07", "2020-12"], typer.Option(help="07 is for editors.")] = "07",
 ) -> int:
     """Prints the JSON Schema; returns the exit code."""
-    print(json.dumps(json_schema(draft), indent=2, ensure_ascii=False))
+    print(json.dumps(field_docs.json_schema(draft), indent=2, ensure_ascii=False))
     return 0
 
 

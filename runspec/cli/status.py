@@ -27,18 +27,16 @@ from runspec.core.spec.schema import RunSpec
 from runspec.estimate.inputs import hourly_price
 from runspec.local.endpoints import run_link
 from runspec.local.evaluations import newest, result_line, summarise_evaluations
-from runspec.local.formatting import (
-    duration,
+from runspec.local.formatting import duration, latency, number, per_second, size
+from runspec.local.machine import free_bytes
+from runspec.local.metrics import (
+    Row,
+    input_wait_share,
     island_figures,
     island_pairs,
-    latency,
+    last_known,
     missing_text,
-    number,
-    per_second,
-    size,
 )
-from runspec.local.machine import free_bytes
-from runspec.local.metrics import Row, input_wait_share, last_known
 from runspec.local.model_folders import folder_bytes, full_states, trained_model
 from runspec.local.run_dir import find_run
 from runspec.local.run_view import Condition, RunView, budget_limits, look_at

@@ -19,18 +19,8 @@ from rich.text import Text
 
 from runspec.core.files import FULL
 from runspec.local import metrics
-from runspec.local.formatting import (
-    commit_text,
-    duration,
-    island_figures,
-    island_pairs,
-    latency,
-    number,
-    per_second,
-    share,
-    sparkline,
-)
-from runspec.local.metrics import Row
+from runspec.local.formatting import duration, latency, number, per_second, share, sparkline
+from runspec.local.metrics import Row, commit_text, island_figures, island_pairs
 from runspec.local.state import RoleRow
 
 LINE_EVERY_S = 5.0

@@ -21,8 +21,8 @@ from runspec.core.errors import UserError
 from runspec.local.dashboard.rollouts import MAX_TOKENS, Rollouts
 from runspec.local.dashboard.source import Source
 from runspec.local.evaluations import SECTION, evaluation_plots, newest, result_line
-from runspec.local.formatting import duration, latency, number, per_second, share, summary_pairs
-from runspec.local.metrics import Row, end_figures, summarise, time_left_s
+from runspec.local.formatting import duration, latency, number, per_second, share
+from runspec.local.metrics import Row, end_figures, summarise, summary_pairs, time_left_s
 from runspec.local.plots import Curve, Figure, figures
 from verify.coordinator.machine import events
 from verify.coordinator.machine.events import Event
