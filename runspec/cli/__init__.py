@@ -43,9 +43,9 @@ _COMMANDS = {
         "bad usage.",
         "explain.explain": "Explains a field of the spec, a rule, or a kind of reward, source or "
         "monitor.",
-        "render.render": "Prints the resolved spec, every default written out, or writes what "
+        "lint.render": "Prints the resolved spec, every default written out, or writes what "
         "starts it elsewhere.",
-        "lock.lock": "Pins model, tokenizer and data by commit and digest, in FILE.lock.yaml.",
+        "lint.lock": "Pins model, tokenizer and data by commit and digest, in FILE.lock.yaml.",
         "explain.schema": "Prints the JSON Schema of the spec.",
     },
     "Runs": {

@@ -10,7 +10,7 @@ import pytest
 
 from runspec.cli.doctor import check_machine, check_spec_here, doctor_command
 from runspec.cli.explain import WIDTH, explain_command, find_pages, topics
-from runspec.cli.render import render_command
+from runspec.cli.lint import render_command
 from runspec.core import entry_points
 from runspec.core.entry_points import LISTS, install_command, list_command
 from runspec.core.spec.load import SpecFiles, load_layers

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runspec.cli.apply import apply_command
-from runspec.cli.lock import lock_command
+from runspec.cli.lint import lock_command
 from runspec.cli.spec_files import located
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
