@@ -53,22 +53,20 @@ _COMMANDS = {
         "costs.",
         "simulate.simulate": "Simulates a run with volunteers that come, go and attack. Exits 1 if "
         "it stalls.",
-        "diff.diff": "Shows how a spec differs from the run's own. Exits 0 without differences, 1 "
+        "plan.diff": "Shows how a spec differs from the run's own. Exits 0 without differences, 1 "
         "with some.",
         "apply.apply": "Starts a run, changes it, or goes on with it where it was interrupted.",
         "status.status": "Says how far a run is, and what each of its roles does.",
         "status.describe": "Says everything of a run: spec, conditions, roles, versions, "
         "checkpoints, events.",
-        "logs.events": "Prints what happened to a run, oldest first.",
-        "logs.logs": "Prints the roles' logs.",
-        "logs.wait": "Waits until a condition of a run holds. Exits 1 if it cannot any more, or in "
+        "runs.events": "Prints what happened to a run, oldest first.",
+        "runs.logs": "Prints the roles' logs.",
+        "runs.wait": "Waits until a condition of a run holds. Exits 1 if it cannot any more, or in "
         "time.",
-        "lifecycle.pause": "Stops a run's roles in order; `resume` goes on from the newest "
-        "checkpoint.",
-        "lifecycle.resume": "Goes on with a run that was paused or interrupted, as it is.",
-        "lifecycle.rollback": "Takes a stopped run back to a checkpoint; what came after it is "
-        "removed.",
-        "lifecycle.delete": "Removes a run's directory; refuses while the run is alive.",
+        "runs.pause": "Stops a run's roles in order; `resume` goes on from the newest checkpoint.",
+        "runs.resume": "Goes on with a run that was paused or interrupted, as it is.",
+        "runs.rollback": "Takes a stopped run back to a checkpoint; what came after it is removed.",
+        "runs.delete": "Removes a run's directory; refuses while the run is alive.",
         "dashboard.monitor": "Sends what a monitor lacks of a run; `apply` starts one for each "
         "monitor by itself.",
         "dashboard.dashboard": "Shows a run in the browser: curves, roles, who waits for whom, and "
@@ -77,15 +75,14 @@ _COMMANDS = {
         "or by another tool.",
         "serve.serve": "Serves a version by vLLM's OpenAI-compatible server; further options are "
         "vLLM's.",
-        "chat.chat": "Talks to a version in the terminal.",
-        "lifecycle.export": "Writes a published version as a Hugging Face directory with a model "
-        "card.",
-        "site.prepare": "Makes the keys, addresses and bundles of a run that several machines "
+        "serve.chat": "Talks to a version in the terminal.",
+        "runs.export": "Writes a published version as a Hugging Face directory with a model card.",
+        "machines.prepare": "Makes the keys, addresses and bundles of a run that several machines "
         "share.",
-        "site.role": "Runs one role of a prepared site on this machine.",
-        "doctor.doctor": "Looks at this machine: packages, devices, disk, and what a spec would "
+        "machines.role": "Runs one role of a prepared site on this machine.",
+        "checks.doctor": "Looks at this machine: packages, devices, disk, and what a spec would "
         "lack here.",
-        "join.join": "Samples for somebody's run with this machine, until it is finished or "
+        "machines.join": "Samples for somebody's run with this machine, until it is finished or "
         "Ctrl-C.",
         "workers.invite": "Prints a join link by which so many keys may register, lists such "
         "links, or revokes one.",

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runspec.cli import exit_code_of, options
-from runspec.cli.spec_files import sound_spec
+from runspec.cli.checks import sound_spec
 from runspec.cli.status import show_link
 from runspec.cli.view import PlainView, watching
 from runspec.core.errors import UserError

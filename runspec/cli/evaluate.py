@@ -27,6 +27,7 @@ from rich.console import Console
 
 from bridge.model_files import TOKENIZER_NAMES
 from runspec.cli import options
+from runspec.cli.checks import located
 from runspec.cli.serve import (
     HOST,
     await_server,
@@ -38,7 +39,6 @@ from runspec.cli.serve import (
     server_failed,
     serving,
 )
-from runspec.cli.spec_files import located
 from runspec.cli.view import plain_table
 from runspec.core.entry_points import KEY_VARIABLE, Asked, EvaluationTool, evaluation_tool
 from runspec.core.errors import BadUsage, UserError, one_line

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import WeightsManifest
-from runspec.cli.lifecycle import run_and_version
+from runspec.cli.runs import run_and_version
 from runspec.cli.serve import await_end, link_files, served, serving
 from runspec.core.errors import BadUsage, UserError, one_line
 from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode

@@ -67,7 +67,7 @@ def lint_command(
     if fix:
         checked = _fixed(checked, codes, specs)
     if data:
-        from runspec.cli.doctor import with_problems
+        from runspec.cli.checks import with_problems
 
         checked = with_problems(checked, specs)
     _print(checked, output)
@@ -239,7 +239,7 @@ def _write_for(
     """
     from runspec.backends.kubernetes.render import render_site
     from runspec.backends.slurm import sbatch_script
-    from runspec.cli.spec_files import sound_spec
+    from runspec.cli.checks import sound_spec
     from runspec.local.run_dir import run_directory
 
     if out is None:

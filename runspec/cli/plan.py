@@ -1,26 +1,44 @@
-"""`runspec plan`: what applying a spec would change, what the run needs, how long a step takes."""
+"""`runspec plan` and `diff`: what applying a spec would change, and what its run needs.
+
+Of a calibration profile `diff` shows the identity (who was measured, until when), not the tables.
+"""
 
 from __future__ import annotations
 
+import difflib
 import json
 import shlex
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console
 from rich.text import Text
 
 from runspec.cli import options
+from runspec.cli.checks import located, sound_spec
 from runspec.cli.estimate_view import show_estimate
-from runspec.cli.spec_files import sound_spec
-from runspec.core.errors import UserError
+from runspec.core.canonical import digest_bytes
+from runspec.core.errors import UserError, bad_usage
 from runspec.core.models.family import model_config
+from runspec.core.signed import BadSignature
 from runspec.core.spec.fields import CHANGE_CLASSES
-from runspec.core.spec.load import SpecFiles, spec_digest
+from runspec.core.spec.findings import format_finding
+from runspec.core.spec.load import (
+    FILE_NAME,
+    SpecFiles,
+    dump_resolved,
+    load_layers,
+    load_resolved,
+    parse_resolved,
+    spec_digest,
+)
 from runspec.core.spec.role_names import island_names
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import LOCAL
@@ -31,7 +49,15 @@ from runspec.local.run_dir import run_directory
 from runspec.local.site import ANY_MACHINE, BUNDLES, Disk, groups_of
 from runspec.local.supervisor import readers_names
 from runspec.plan.aot import AotReport, compile_step
-from runspec.plan.changes import LIVE, Change, of_class, roles_to_restart, severest, shown
+from runspec.plan.changes import (
+    LIVE,
+    Change,
+    difference,
+    of_class,
+    roles_to_restart,
+    severest,
+    shown,
+)
 from runspec.plan.estimate import RunEstimate, estimate_run
 from runspec.plan.saved import SavedPlan, save_plan
 
@@ -287,3 +313,83 @@ def _what(group: dict[str, Any]) -> str:
     """The group's name, and the accelerators of a process where it has some."""
     where = "" if group["machine"] == ANY_MACHINE else f" ({group['machine']})"
     return f"{group['name']}{where}"
+
+
+EXIT_SAME, EXIT_DIFFERENT = 0, 1
+_STYLES = {"+": "green", "-": "red", "@": "cyan"}
+
+
+@bad_usage()
+def diff_command(
+    file: options.File,
+    profile: options.Profile = None,
+    placement: options.Placement = None,
+    overrides: options.Overrides = None,
+    runs_dir: options.SpecRunsDir = None,
+) -> int:
+    """Prints the difference as `diff -u` does; returns the exit code."""
+    files = options.files_named(file, profile, placement, overrides)
+    layered = load_layers(files)
+    if layered.spec is None:
+        found = "\n".join(format_finding(finding) for finding in layered.findings)
+        raise UserError(f"no spec to compare:\n{found}", place=str(files.path))
+    run_dir = run_directory(layered.spec, runs_dir)
+    known = (run_dir / FILE_NAME).exists()
+    old = load_resolved(run_dir) if known else None
+    new = located(layered.spec, files.path.parent)
+    before = _lines(old) if old else []
+    there = str(run_dir / FILE_NAME) if known else "/dev/null"
+    after = _lines(new)
+    lines = list(difflib.unified_diff(before, after, there, str(files.path)))
+    console = Console(highlight=False)
+    for line in lines:
+        # Titles look like added and removed lines: they are told by their place.
+        style = "bold" if line in lines[:2] else _STYLES.get(line[0], "")
+        console.print(Text(line.rstrip("\n"), style=style), soft_wrap=True)
+    if old and of_class(difference(old, new), "newrun") and takes_any_change(run_dir):
+        print(STARTS_ANEW, file=sys.stderr)  # no line of the difference
+    return EXIT_DIFFERENT if lines else EXIT_SAME
+
+
+def _lines(spec: RunSpec) -> list[str]:
+    """The resolved spec as YAML, every default written out; of profiles, which they are."""
+    # Through the form on disk, in which free maps are sorted: their order means nothing.
+    on_disk = parse_resolved(dump_resolved(spec), place=FILE_NAME)
+    tree = on_disk.model_dump(mode="json", by_alias=True)
+    for profile in tree["verify"]["profiles"]:
+        if profile["document"]:
+            profile["document"] = profile_identity(profile["document"])
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).splitlines(keepends=True)
+
+
+def profile_identity(document: str) -> dict[str, str | float]:
+    """Identify a profile without trusting it: a validator checks its signature.
+
+    Args:
+        document: signed, or what was taken for it.
+
+    Returns:
+        digest (BLAKE3 of the document) and, where it is a profile, pool, validators, issued,
+        expires (days, UTC), rate of false rejections a rollout; else unreadable, which says why.
+    """
+    from verify.profile import open_profile
+
+    data = document.encode("utf-8", "replace")
+    digest = digest_bytes(data)
+    try:
+        profile = open_profile(data, root_public_key=None, dated=False)
+    except BadSignature as error:
+        return {"digest": digest, "unreadable": str(error)}
+    sampler, validator = profile.sampler, profile.validator
+    return {
+        "digest": digest,
+        "pool": f"{sampler.engine}, {sampler.precision}, {sampler.hardware}",
+        "validators": f"{validator.engine}, {validator.precision}, {validator.hardware}",
+        "issued": _day(profile.issued),
+        "expires": _day(profile.expires),
+        "rate": profile.rate,
+    }
+
+
+def _day(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).date().isoformat()

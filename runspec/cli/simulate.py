@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runspec.cli import options
-from runspec.cli.spec_files import sound_spec
+from runspec.cli.checks import sound_spec
 from runspec.cli.view import plain_table
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic

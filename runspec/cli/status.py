@@ -18,7 +18,7 @@ from rich.table import Table
 from broadcast.layout import manifest_name
 from broadcast.manifest import MAX_BYTES
 from runspec.cli import options
-from runspec.cli.logs import event_line
+from runspec.cli.runs import event_line
 from runspec.cli.view import clock, latency_line, left_text, plain_table, role_table, step_line
 from runspec.core.canonical import digest_bytes
 from runspec.core.files import read_bounded

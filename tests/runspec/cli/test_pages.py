@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.cli.doctor import check_machine, check_spec_here, doctor_command
+from runspec.cli.checks import check_machine, check_spec_here, doctor_command
 from runspec.cli.explain import WIDTH, explain_command, find_pages, topics
 from runspec.cli.lint import render_command
 from runspec.core import entry_points

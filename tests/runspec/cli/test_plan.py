@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from runspec.cli.apply import apply_command
-from runspec.cli.diff import diff_command
-from runspec.cli.plan import plan_command
-from runspec.cli.spec_files import sound_spec
+from runspec.cli.checks import sound_spec
+from runspec.cli.plan import diff_command, plan_command
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.models.config import ModelConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from runspec.cli.checks import sound_spec
 from runspec.cli.plan import plan_command
-from runspec.cli.spec_files import sound_spec
 from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from tests.runspec.core.spec.spec_files import EXAMPLES, find

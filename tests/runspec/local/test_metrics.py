@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from runspec.cli.logs import wait_command
+from runspec.cli.runs import wait_command
 from runspec.cli.status import describe_command, read_status, status_command
 from runspec.cli.view import LiveView, step_line
 from runspec.core.errors import UserError

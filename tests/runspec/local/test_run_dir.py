@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from bridge.__main__ import main as bridge
 from bridge.publisher import Publisher
 from runspec.cli import app, exit_code_of
-from runspec.cli.logs import parse_awaited, why_never
+from runspec.cli.runs import parse_awaited, why_never
 from runspec.core.errors import UserError
 from runspec.core.run_files import weights_folder
 from runspec.core.spec.schema import Budget

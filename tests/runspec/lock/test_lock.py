@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from runspec.cli.apply import apply_command
+from runspec.cli.checks import located
 from runspec.cli.lint import lock_command
-from runspec.cli.spec_files import located
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.spec import lock_file

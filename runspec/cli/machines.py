@@ -1,7 +1,9 @@
-"""`runspec join`: works for a run as a volunteer, from its link on."""
+"""Runs on several machines: `runspec prepare` and `role` on a site's own, `join` on another's."""
 
 from __future__ import annotations
 
+import os
+import shlex
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -11,19 +13,155 @@ from typing import Annotated, Any
 
 import typer
 
-from runspec.core.address import JoinLink, parse_join_link, reachable
+from runspec.cli import options
+from runspec.cli.apply import carry_out_or_explain
+from runspec.cli.checks import sound_spec
+from runspec.core.address import JoinLink, is_loopback, parse_join_link, reachable
 from runspec.core.canonical import parse_object
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError, one_line
+from runspec.core.files import require_writable, write_atomic
 from runspec.core.http_client import NoAnswer, fetch_now
 from runspec.core.models.family import model_config
 from runspec.core.signed import SigningKey
-from runspec.local.backend import StopSignals
+from runspec.core.spec.load import FILE_NAME as SPEC_FILE
+from runspec.core.spec.load import dump_resolved
+from runspec.core.spec.role_names import shares_name, trunk_names
+from runspec.local.backend import LOCAL, StopSignals, pinned
+from runspec.local.bundle import TRUNK_GROUP, install, load_bundle, require_own
+from runspec.local.endpoints import Endpoints, address, fixed_endpoints
 from runspec.local.formatting import per_second, reported
 from runspec.local.machine import look, module_is_installed, this_machine
+from runspec.local.planning import make_plan
 from runspec.local.preflight import ROLE_MODULES
-from runspec.local.run_dir import hold
+from runspec.local.prepare import link_starting_model, write_targets
+from runspec.local.processes import PreparedRun, role_specs
+from runspec.local.run_dir import hold, own_folder, run_directory
+from runspec.local.site import BUNDLES, Disk, groups_of, make_site
 from runspec.local.volunteer import LEAVE_S, Worker, choose_pool, lacks, open_pools
+
+
+def prepare_command(
+    file: options.File,
+    site: Annotated[Path, typer.Option("-o", "--out", metavar="SITE", help="Folder to make.")],
+    profile: options.Profile = None,
+    placement: options.Placement = None,
+    overrides: options.Overrides = None,
+) -> int:
+    """Makes a site's keys, spec and bundles in a folder; returns the exit code.
+
+    Made again with the same folder, it keeps the keys, so that a changed spec reaches the roles by
+    new bundles.
+    """
+    files = options.files_named(file, profile, placement, overrides)
+    spec, _ = make_site(sound_spec(files, pins_root=True), site)
+    print(f"{spec.name} is prepared in {site}. Bring each machine its bundles, and run there:")
+    for group in groups_of(spec):
+        many = f"{len(group.members)} processes, each " if len(group.members) > 1 else ""
+        again = f"after an error it starts again {group.restart}"
+        print(f"{group.name}: {many}on {group.machine}; keeps its {group.disk}; {again}")
+        folder = run_directory(spec, None) if group.disk is Disk.RUN else None
+        for member in (*group.members, *group.beside):
+            print(f"  {shlex.join(group.command(member, site / BUNDLES, folder))}")
+    if is_loopback(spec.placement.host):
+        print(
+            f"The trunk's servers are at {spec.placement.host}: only its own machine reaches them. "
+            "Name its address with placement.host."
+        )
+    print(f"{site / 'keys'} stays here: whoever has the root key can make new roles.")
+    return 0
+
+
+def role_command(
+    bundle: Annotated[Path, typer.Option("--bundle", metavar="FILE", help="What it may know.")],
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="A process, or trunk: what shares the run directory.", show_default="the bundle's"
+        ),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir", help="Its own.", show_default="in storage.scratch; the run directory"
+        ),
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option("--listen", metavar="HOST:PORT", help="Of a server behind a proxy."),
+    ] = None,
+) -> int:
+    """Runs a role; returns the trunk's exit code, and never for another role, which it becomes.
+
+    Raises:
+        UserError: the bundle is damaged, expired or of another role, or the folder is in use.
+    """
+    held = load_bundle(bundle)
+    name = name or held.group
+    if name not in held.roles:
+        raise UserError(
+            f"no role {name!r} in the bundle of {held.group}",
+            place=str(bundle),
+            remedy=f"one of: {', '.join(held.roles)}",
+        )
+    if folder is None:
+        shared, spec = held.group == TRUNK_GROUP, held.spec
+        folder = run_directory(spec, None) if shared else own_folder(spec, held.group)
+    folder = folder.absolute()
+    endpoints = _listening(fixed_endpoints(held.spec), name, listen)
+    require_own(held, folder)
+    if name == TRUNK_GROUP:  # a run of which this machine starts nothing else
+        install(held, folder)
+        placement = held.spec.placement.model_copy(update={"roles": [], "backend": LOCAL})
+        spec = held.spec.model_copy(update={"placement": placement})
+        return carry_out_or_explain(make_plan(spec, folder), detach=False)
+    own = folder / "work" / name
+    require_writable(own, "the role's folder", "mend the permissions, or name another --dir")
+    with hold(own, role=name) as lock:
+        identity = install(held, folder)
+        run = PreparedRun(held.spec, folder, endpoints, identity, this_machine(), lock)
+        (role,) = role_specs(run, here={name})
+        write_targets(folder, held.spec, endpoints, held.roles)
+        if name in trunk_names(held.spec):
+            write_atomic(folder / SPEC_FILE, dump_resolved(held.spec))
+            link_starting_model(run.spec, folder, run.machine)
+        # The role takes this process over, and the lock of its folder with it.
+        os.set_inheritable(lock, True)
+        with pinned(role.cores):
+            os.execvpe(role.command[0], role.command, {**os.environ, **role.env})  # noqa: S606
+    raise AssertionError("a process that was replaced does not return")
+
+
+def _listening(endpoints: Endpoints, name: str, listen: str | None) -> Endpoints:
+    """The endpoints, with the address at which this role is to listen in the place of its URL."""
+    own = endpoints.all().get(name)
+    if listen is None:
+        if own is not None and not own.startswith("http://"):
+            raise UserError(
+                f"reached at {own}, where it cannot listen by itself",
+                place=name,
+                remedy="say with --listen HOST:PORT where it listens behind that",
+            )
+        return endpoints
+    if own is None or name == "learner" or name in endpoints.islands:
+        raise UserError("has no address of its own", place=name, remedy="leave --listen out")
+    url = f"http://{listen}"
+    try:
+        address(url)
+    except UserError as error:
+        raise UserError(error.thing, place="--listen", remedy="say HOST:PORT") from error
+    if name == "coordinator":
+        return replace(endpoints, coordinator=url)
+    if name == "origin":
+        return replace(endpoints, origin=url)
+    for island in endpoints.shares:
+        if name == shares_name(island):
+            # The others still reach it under the address that the spec gives.
+            shares, public = {**endpoints.shares, island: url}, {**endpoints.public, name: own}
+            return replace(endpoints, shares=shares, public=public)
+    relays = {**endpoints.relays, name.removeprefix("relay-"): url}
+    return replace(endpoints, relays=relays)
+
 
 PROGRESS_S = 5.0
 """Seconds between two requests for the coordinator's status."""
