@@ -67,7 +67,7 @@ _COMMANDS = {
         "runs.resume": "Goes on with a run that was paused or interrupted, as it is.",
         "runs.rollback": "Takes a stopped run back to a checkpoint; what came after it is removed.",
         "runs.delete": "Removes a run's directory; refuses while the run is alive.",
-        "dashboard.monitor": "Sends what a monitor lacks of a run; `apply` starts one for each "
+        "runs.monitor": "Sends what a monitor lacks of a run; `apply` starts one for each "
         "monitor by itself.",
         "dashboard.dashboard": "Shows a run in the browser: curves, roles, who waits for whom, and "
         "every rollout.",

@@ -1,4 +1,4 @@
-"""`runspec dashboard` shows runs on a page; `runspec monitor` sends a run's figures to a tool."""
+"""`runspec dashboard`: shows runs on a page."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from runspec.cli import options
 from runspec.core.address import is_server_url
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
-from runspec.core.process import run_role, stop_event
 from runspec.core.signed import SigningKey
-from runspec.core.spec.load import load_resolved
-from runspec.local.monitors.follow import follow
 from runspec.local.run_dir import find_run
 
 if TYPE_CHECKING:
@@ -91,28 +88,3 @@ def _source(run: str, key: Path | None, runs_dir: Path) -> Source:
             remedy="name it with --key runs/NAME/keys/coordinator.key",
         )
     return CoordinatorSource(run, SigningKey.load(key))
-
-
-def monitor_command(
-    run: options.Run,
-    name: Annotated[str, typer.Argument(help="One of the spec's monitors.")],
-    runs_dir: options.RunsDir = options.RUNS,
-) -> int:
-    """Follows a run while it is alive, or sends what is there; returns the exit code of a role.
-
-    Raises:
-        UserError: there is no such run, or its spec has no such monitor.
-    """
-    run_dir = find_run(run, runs_dir)
-    spec = load_resolved(run_dir)
-    setting = next((each for each in spec.monitors if each.name == name), None)
-    if setting is None:
-        there = ", ".join(each.name for each in spec.monitors)
-        raise UserError(
-            f"no monitor {name!r}",
-            place=f"monitors of {spec.name}",
-            remedy=f"one of: {there}" if there else "add it to the spec, then apply again",
-        )
-    return run_role(
-        f"monitor-{name}", lambda log: follow(run_dir, spec, setting, stop_event(), log)
-    )

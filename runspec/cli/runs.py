@@ -19,10 +19,11 @@ import typer
 from runspec.cli import options, reader_gone
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.object_store import Folder
+from runspec.core.process import run_role, stop_event
 from runspec.core.run_files import checkpoints_folder
 from runspec.core.spec.load import load_resolved
 from runspec.local.backend import end_leftovers
-from runspec.local.evaluations import evaluation_names, main_figure, result_line
+from runspec.local.diagnosis import evaluation_names, main_figure, result_line
 from runspec.local.formatting import reported
 from runspec.local.model_folders import export_version
 from runspec.local.planning import make_plan
@@ -412,3 +413,30 @@ def delete_command(
     if kept is not None and not (isinstance(kept, Path) and not kept.exists()):
         print(f"Its full states stay in {kept}: a new run of this name needs them gone")
     return 0
+
+
+def monitor_command(
+    run: options.Run,
+    name: Annotated[str, typer.Argument(help="One of the spec's monitors.")],
+    runs_dir: options.RunsDir = options.RUNS,
+) -> int:
+    """Follows a run while it is alive, or sends what is there; returns the exit code of a role.
+
+    Raises:
+        UserError: there is no such run, or its spec has no such monitor.
+    """
+    from runspec.local.monitors.follow import follow  # the other commands start faster without it
+
+    run_dir = find_run(run, runs_dir)
+    spec = load_resolved(run_dir)
+    setting = next((each for each in spec.monitors if each.name == name), None)
+    if setting is None:
+        there = ", ".join(each.name for each in spec.monitors)
+        raise UserError(
+            f"no monitor {name!r}",
+            place=f"monitors of {spec.name}",
+            remedy=f"one of: {there}" if there else "add it to the spec, then apply again",
+        )
+    return run_role(
+        f"monitor-{name}", lambda log: follow(run_dir, spec, setting, stop_event(), log)
+    )

@@ -25,8 +25,8 @@ from runspec.core.files import read_bounded
 from runspec.core.spec.load import spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.inputs import hourly_price
+from runspec.local.diagnosis import newest, result_line, summarise_evaluations
 from runspec.local.endpoints import run_link
-from runspec.local.evaluations import newest, result_line, summarise_evaluations
 from runspec.local.formatting import duration, latency, number, per_second, size
 from runspec.local.machine import free_bytes
 from runspec.local.metrics import (

@@ -22,9 +22,15 @@ from runspec.core.spec.role_names import DRAWN, WARM_START
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.inputs import hourly_price
 from runspec.local.backend import birth
-from runspec.local.diagnosis import Cause, alarm_text, diagnose, dropped_text, unsolved_text
+from runspec.local.diagnosis import (
+    Cause,
+    alarm_text,
+    diagnose,
+    dropped_text,
+    results_of,
+    unsolved_text,
+)
 from runspec.local.endpoints import coordinator_status, load_endpoints
-from runspec.local.evaluations import results_of
 from runspec.local.formatting import duration, number
 from runspec.local.metrics import Row, read_rows, step_gaps
 from runspec.local.progress import stages

@@ -20,7 +20,7 @@ from typing import Any
 from runspec.core.errors import UserError
 from runspec.local.dashboard.rollouts import MAX_TOKENS, Rollouts
 from runspec.local.dashboard.source import Source
-from runspec.local.evaluations import SECTION, evaluation_plots, newest, result_line
+from runspec.local.diagnosis import SECTION, evaluation_plots, newest, result_line
 from runspec.local.formatting import duration, latency, number, per_second, share
 from runspec.local.metrics import Row, end_figures, summarise, summary_pairs, time_left_s
 from runspec.local.plots import Curve, Figure, figures

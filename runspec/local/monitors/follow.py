@@ -32,7 +32,7 @@ from runspec.core.spec.plugins import MONITOR_GROUP
 from runspec.core.spec.schema import Monitor as MonitorSpec
 from runspec.core.spec.schema import RunSpec
 from runspec.local.metrics import JsonLines, Row, read_rows
-from runspec.local.monitors.interface import Entry, Monitor, Target
+from runspec.local.monitors import Entry, Monitor, Target
 from runspec.local.run_dir import hold, holder
 from verify.formats.evaluation import Evaluated, read_evaluations
 
