@@ -73,7 +73,7 @@ _COMMANDS = {
         "every rollout.",
         "evaluate.evaluate": "Evaluates a version of a run, or any model, on problems from files "
         "or by another tool.",
-        "serve.serve": "Serves a version by vLLM's OpenAI-compatible server; further options are "
+        "follow.serve": "Serves a version by vLLM's OpenAI-compatible server; further options are "
         "vLLM's.",
         "serve.chat": "Talks to a version in the terminal.",
         "runs.export": "Writes a published version as a Hugging Face directory with a model card.",

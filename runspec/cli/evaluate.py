@@ -39,7 +39,6 @@ from runspec.cli.serve import (
     server_failed,
     serving,
 )
-from runspec.cli.view import plain_table
 from runspec.core.entry_points import KEY_VARIABLE, Asked, EvaluationTool, evaluation_tool
 from runspec.core.errors import BadUsage, UserError, one_line
 from runspec.core.spec.load import SpecFiles, dump_resolved, load_layers
@@ -221,7 +220,7 @@ def print_results(found: Mapping[str, Any], *, as_json: bool) -> None:
         return
     console = Console(markup=False, highlight=False)
     for name, result in found.items():
-        table = plain_table("figure", "mean", "95 % interval")
+        table = options.plain_table("figure", "mean", "95 % interval")
         for figure, (value, low, high) in result["figures"].items():
             between = "" if low is None else f"{number(low)} to {number(high)}"
             table.add_row(figure, number(value), between)

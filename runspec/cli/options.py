@@ -1,4 +1,4 @@
-"""Options that several commands take."""
+"""Options that several commands take, and the table that they print."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
 if TYPE_CHECKING:
     from runspec.core.spec.load import SpecFiles
@@ -57,3 +58,11 @@ def words_of(files: SpecFiles, runs_dir: Path | None) -> list[str]:
     sets = [word for text in files.overrides for word in ("--set", text)]
     where = [] if runs_dir is None else ["--runs-dir", str(runs_dir)]
     return [str(files.path), *profile, *placement, *sets, *where]
+
+
+def plain_table(*columns: str) -> Table:
+    """A table without lines; names starting with > are columns of numbers."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column.lstrip(">"), justify="right" if column[:1] == ">" else "left")
+    return table

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from runspec.cli import options, reader_gone
+from runspec.cli.status import event_line
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.object_store import Folder
 from runspec.core.process import run_role, stop_event
@@ -29,7 +30,7 @@ from runspec.local.model_folders import export_version
 from runspec.local.planning import make_plan
 from runspec.local.run_dir import find_run, hold, holder, run_directory
 from runspec.local.run_view import TYPES, RunView, look_at
-from runspec.local.state import EventRow, RunState
+from runspec.local.state import RunState
 from runspec.local.supervisor import PAUSE, send_request
 
 POLL_S = 0.25
@@ -131,12 +132,6 @@ def events_command(
                 time.sleep(POLL_S)
         except KeyboardInterrupt:
             return 0
-
-
-def event_line(event: EventRow) -> str:
-    """One event, for people."""
-    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
-    return f"{at}  {event.role}: {event.text}"
 
 
 EXIT_HOLDS, EXIT_NOT = 0, 1

@@ -1,6 +1,6 @@
-"""`runspec serve` and `chat`: vLLM's OpenAI-compatible server on a version, or on any model.
+"""vLLM's OpenAI-compatible server on a run's version, or on any model; and `runspec chat`.
 
-`chat` talks to that server in the terminal, with the thinking shown dim.
+`chat` talks to such a server in the terminal, with the thinking shown dim.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from runspec.core.prompt_messages import prompt_messages
 from runspec.core.spec.load import load_resolved
 from runspec.core.spec.role_names import evaluator_pool
 from runspec.core.spec.schema import RunSpec, SamplerPool
-from runspec.local.backend import StopSignals, last_lines
+from runspec.local.backend import last_lines
 from runspec.local.machine import module_is_installed, vllm_environment
 from runspec.local.model_folders import published_version
 from runspec.local.run_dir import find_run
@@ -116,36 +116,6 @@ def _options(pool: SamplerPool, folder: Path) -> tuple[str, ...]:
         if pool.parallel.tensor == 1:  # half the memory: no process beside the engine core
             options += ["--distributed-executor-backend", _ONE_RANK]
     return tuple(options)
-
-
-def serve_command(
-    context: typer.Context,
-    what: Annotated[str, typer.Argument(help="NAME, NAME@VERSION, or a Hugging Face directory.")],
-    host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port to listen at.")] = 8000,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Moves to each new version of the run.")
-    ] = False,
-    hold: Annotated[
-        float,
-        typer.Option("--hold", min=0.1, help="Seconds that requests wait at most before a move."),
-    ] = 60.0,
-    runs_dir: options.RunsDir = options.RUNS,
-) -> int:
-    """Serve until Ctrl-C or SIGTERM; return 0. Further options are those of vLLM's server.
-
-    Raises:
-        UserError: vLLM is not installed, the files are not what was published, or the server ended
-            by itself.
-    """
-    if follow:
-        from runspec.cli.follow import follow_command
-
-        return follow_command(what, host, port, hold, context.args, runs_dir)
-    found = served(what, runs_dir)
-    with serving(found, host, port, context.args) as server, StopSignals() as stops:
-        print(f"{' and '.join(found.names)} at http://{host}:{port}/v1", flush=True)
-        return await_end(server, stops)
 
 
 def await_end(

@@ -14,7 +14,6 @@ from rich.text import Text
 
 from runspec.cli import options
 from runspec.cli.checks import sound_spec
-from runspec.cli.view import plain_table
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.models.family import model_config
@@ -112,7 +111,7 @@ def page(name: str, result: Result) -> str:
 
 def _groups(result: Result) -> Table:
     columns = ("accepted", "rejected", "withheld", "trained", "wasted", "idle")
-    table = plain_table("workers", "", "strategy", *(f">{column}" for column in columns))
+    table = options.plain_table("workers", "", "strategy", *(f">{column}" for column in columns))
     for group in result.groups:
         counts = [group.accepted, group.rejected, group.withheld, group.trained, group.wasted]
         shown = (f"{count:,}" for count in counts)
@@ -126,7 +125,7 @@ def _sanctions(result: Result) -> Table:
     for sanction in result.sanctions:
         group, why = sanction.worker.rpartition("-")[0], sanction.reason.partition(":")[0]
         found.setdefault((group, sanction.what, why), []).append(sanction.at)
-    table = plain_table("workers", "", "")
+    table = options.plain_table("workers", "", "")
     for (group, what, why), times in found.items():
         span = f"{duration(times[0])} to {duration(times[-1])}"
         table.add_row(group, f"{len(times)} x {what}", f"{span}{f' ({why})' if why else ''}")

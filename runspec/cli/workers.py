@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 
 from runspec.cli import options
-from runspec.cli.view import plain_table
 from runspec.core.address import parse_join_link
 from runspec.core.canonical import MalformedJson, canonical_json, is_digest, parse_object
 from runspec.core.errors import UserError, one_line
@@ -185,7 +184,7 @@ def worker_rows(
 
 def worker_table(rows: list[dict[str, Any]]) -> Table:
     """Return the rows of `worker_rows` as a table."""
-    table = plain_table(
+    table = options.plain_table(
         *("key", "pool", "standing", "reputation", "recomputed", "credits"),
         *("accepted", "rejected", "withheld", "alive", "reason"),
     )
@@ -366,7 +365,7 @@ def invite_rows(made: list[Made], seen: list[dict[str, Any]]) -> list[dict[str, 
 
 def invite_table(rows: list[dict[str, Any]]) -> Table:
     """Return the rows of `invite_rows` as a table."""
-    table = plain_table("invite", "pool", "used", "expires", "state")
+    table = options.plain_table("invite", "pool", "used", "expires", "state")
     for row in rows:
         at = row["expires"]
         expires = "" if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))

@@ -301,6 +301,18 @@ def island_figures(row: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
+def tokens_per_s(row: Row) -> float | None:
+    """Return the trained tokens a second, with those of other islands."""
+    figures = island_figures(row)
+    return row.get("tokens_per_s") if figures is None else figures["tokens_per_s"]
+
+
+def wait_share(row: Row) -> float | None:
+    """Return the share of a step's time in which the learner did not train."""
+    busy = row.get("learner_busy_fraction")
+    return None if busy is None else 1.0 - busy
+
+
 def commit_text(row: Mapping[str, Any]) -> str:
     """Return how many islands are in the last commit, and who is not; empty for one learner."""
     figures = island_figures(row)

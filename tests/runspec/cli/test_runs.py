@@ -20,8 +20,8 @@ from rich.live import Live
 from tokenizers import Tokenizer
 
 from bridge.conversion import export_checkpoint, import_model
+from runspec.cli.apply import LiveView, PlainView
 from runspec.cli.status import status_command
-from runspec.cli.view import LiveView, PlainView
 from runspec.core.files import write_atomic
 from runspec.core.spec.load import dump_resolved
 from runspec.local.prepare import NotReady

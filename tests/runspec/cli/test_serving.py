@@ -21,7 +21,8 @@ import httpx
 import psutil
 import pytest
 
-from runspec.cli.serve import HOST, await_server, free_port, serve_command
+from runspec.cli.follow import serve_command
+from runspec.cli.serve import HOST, await_server, free_port
 from runspec.core.run_files import weights_folder
 from runspec.local.endpoints import port_answers
 from sampler.tasks.traces import build_warm_start_data

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from runspec.cli.apply import LiveView
 from runspec.cli.runs import wait_command
-from runspec.cli.status import describe_command, read_status, status_command
-from runspec.cli.view import LiveView, step_line
+from runspec.cli.status import describe_command, read_status, status_command, step_line
 from runspec.core.errors import UserError
 from runspec.core.run_files import evaluation_file, evaluation_files
 from runspec.core.spec.load import FILE_NAME, dump_resolved
