@@ -11,7 +11,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from runspec.estimate.assumed import Assumed
 from runspec.estimate.broadcast import Arrival
 from runspec.estimate.islands import IslandEstimate, IslandsEstimate
 from runspec.local.formatting import duration, number, size
@@ -55,9 +54,20 @@ def show_estimate(estimate: RunEstimate, console: Console) -> None:
         _title(console, "Step", "its time is not known; to know it, say in the spec")
         for field in estimate.unknown:
             _say(console, _KNOWN_BY.get(field, field))
-    if estimate.cost is not None:
-        _cost(estimate, console)
-    _assumptions(estimate.assumed, console)
+    if (cost := estimate.cost) is not None:
+        whole = "" if cost.run is None else f", {cost.run:,.0f} for the run"
+        _title(console, "Cost", f"{cost.per_hour:,.2f} an hour{whole}")
+        table = _table("role", ">an hour")
+        for role, price in cost.by_role.items():
+            table.add_row("", role, f"{price:,.2f}")
+        console.print(table)
+    _title(console, "Rests on")
+    table = _table("", ">value", "from")
+    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
+    for entry in estimate.assumed:
+        source = Text(entry.source, style="bright_black")
+        table.add_row("", entry.name, _amount(entry.value, entry.unit), source)
+    console.print(table)
 
 
 def _title(console: Console, name: str, text: str = "") -> None:
@@ -300,27 +310,6 @@ def _union(intervals: Sequence[Interval]) -> list[Interval]:
         if interval.end > start:
             joined.append(replace(interval, start=start))
     return joined
-
-
-def _cost(estimate: RunEstimate, console: Console) -> None:
-    cost = estimate.cost
-    assert cost is not None
-    whole = "" if cost.run is None else f", {cost.run:,.0f} for the run"
-    _title(console, "Cost", f"{cost.per_hour:,.2f} an hour{whole}")
-    table = _table("role", ">an hour")
-    for role, price in cost.by_role.items():
-        table.add_row("", role, f"{price:,.2f}")
-    console.print(table)
-
-
-def _assumptions(assumed: Sequence[Assumed], console: Console) -> None:
-    _title(console, "Rests on")
-    table = _table("", ">value", "from")
-    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
-    for entry in assumed:
-        source = Text(entry.source, style="bright_black")
-        table.add_row("", entry.name, _amount(entry.value, entry.unit), source)
-    console.print(table)
 
 
 def _count(value: float) -> str:

@@ -66,8 +66,7 @@ def evaluate_command(
         bool, typer.Option("--overlap", help="Names problems that the run trains on.")
     ] = False,
     tool: Annotated[
-        str | None,
-        typer.Option("--with", metavar="TOOL", help="inspect-ai, lm-eval or verifiers."),
+        str | None, typer.Option("--with", metavar="TOOL", help="inspect-ai, lm-eval or verifiers.")
     ] = None,
     python: Annotated[
         Path | None, typer.Option("--python", help="Interpreter of the tool's environment.")

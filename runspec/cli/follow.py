@@ -27,12 +27,10 @@ from runspec.cli.serve import await_end, link_files, served, serving
 from runspec.core.errors import BadUsage, UserError, one_line
 from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode
 from runspec.core.run_files import PROBE_FILE, weights_folder
-from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import StopSignals
 from runspec.local.formatting import reported
 from runspec.local.model_folders import published_version
-from runspec.local.run_dir import find_run
 
 POLL_S = 1.0
 """Seconds between two looks for a new version."""
@@ -228,15 +226,13 @@ def follow_newest(
         UserError: as `serve_command`, or the server can load a version no more.
     """
     found = served(what, runs_dir)
-    name, version = run_and_version(what)
-    if found.manifest is None or version is not None:
+    if found.manifest is None or len(found.names) == 1:
         raise BadUsage(
             "only the newest version of a run can be followed",
             place=what,
             remedy="name the run, or leave out --follow",
         )
-    run_dir = find_run(name, runs_dir)
-    spec = load_resolved(run_dir)
+    run_dir, spec, _ = run_and_version(what, runs_dir)
     ours, servers = socket.socketpair()
     settings = Settings(servers.fileno(), spec.name, found.manifest.version, hold_s)
     with (

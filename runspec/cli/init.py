@@ -294,10 +294,7 @@ def _problem(a: int, b: int, prompt: str) -> dict[str, Any]:
 
 def _talk(prompt: str, answer: str) -> dict[str, Any]:
     return {
-        "messages": [
-            {"role": "user", "content": prompt},
-            {"role": "assistant", "content": answer},
-        ]
+        "messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     }
 
 

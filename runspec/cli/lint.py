@@ -137,10 +137,10 @@ def lock_command(
         for finding in layered.findings:
             print(format_finding(finding), file=sys.stderr)
         return EXIT_FINDINGS
-    return _check(layered.spec, files) if check else _write(layered.spec, files)
+    return _check_lock(layered.spec, files) if check else _write_lock(layered.spec, files)
 
 
-def _check(spec: RunSpec, files: SpecFiles) -> int:
+def _check_lock(spec: RunSpec, files: SpecFiles) -> int:
     from runspec.lock.pins import check_lock
 
     path = lock_path(files.path, files.profile)
@@ -155,7 +155,7 @@ def _check(spec: RunSpec, files: SpecFiles) -> int:
     return EXIT_FINDINGS if stale else 0
 
 
-def _write(spec: RunSpec, files: SpecFiles) -> int:
+def _write_lock(spec: RunSpec, files: SpecFiles) -> int:
     from runspec.lock.pins import find_pins
 
     seen = find_pins(spec, files.path.parent, os.environ)

@@ -23,6 +23,7 @@ from runspec.core.object_store import Folder
 from runspec.core.process import run_role, stop_event
 from runspec.core.run_files import checkpoints_folder
 from runspec.core.spec.load import load_resolved
+from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import end_leftovers
 from runspec.local.diagnosis import evaluation_names, main_figure, result_line
 from runspec.local.formatting import reported
@@ -296,9 +297,7 @@ def export_command(
     runs_dir: options.RunsDir = options.RUNS,
 ) -> int:
     """Export a version of the run that `run` names as NAME or NAME@VERSION; return 0."""
-    name, version = run_and_version(run)
-    run_dir = find_run(name, runs_dir)
-    spec = load_resolved(run_dir)
+    run_dir, spec, version = run_and_version(run, runs_dir)
     exported = export_version(run_dir, spec, version, directory)
     print(
         f"version {exported} of {spec.name} is in {directory}; its README.md says how to check it"
@@ -306,16 +305,18 @@ def export_command(
     return 0
 
 
-def run_and_version(text: str) -> tuple[str, int | None]:
-    """Return name and version of NAME or NAME@VERSION; None is the newest.
+def run_and_version(text: str, runs_dir: Path) -> tuple[Path, RunSpec, int | None]:
+    """Return directory, resolved spec and version of NAME or NAME@VERSION; None is the newest.
 
     Raises:
         BadUsage: the version is no number.
+        UserError: there is no such run.
     """
     name, at, version = text.partition("@")
     if at and not version.isdecimal():
         raise BadUsage(f"no version: {version!r}", place=text, remedy="name one as NAME@12")
-    return name, int(version) if at else None
+    run_dir = find_run(name, runs_dir)
+    return run_dir, load_resolved(run_dir), int(version) if at else None
 
 
 def resume_command(

@@ -33,13 +33,11 @@ from runspec.core.errors import UserError
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import CPU_BLOCK_TOKENS, MAX_SEQUENCES, cpu_kv_bytes
 from runspec.core.prompt_messages import prompt_messages
-from runspec.core.spec.load import load_resolved
 from runspec.core.spec.role_names import evaluator_pool
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.local.backend import last_lines
 from runspec.local.machine import module_is_installed, vllm_environment
 from runspec.local.model_folders import published_version
-from runspec.local.run_dir import find_run
 
 SERVER = "vllm.entrypoints.openai.api_server"
 _ONE_RANK = "sampler.engine.worker_extension.OneRank"
@@ -81,9 +79,7 @@ def served(what: str, runs_dir: Path) -> Served:
     if (folder / "config.json").is_file():
         pool = bare_pool(load_config(folder).max_position_embeddings)
         return Served(folder.absolute(), None, (folder.absolute().name,), None, pool)
-    name, version = run_and_version(what)
-    run_dir = find_run(name, runs_dir)
-    spec = load_resolved(run_dir)
+    run_dir, spec, version = run_and_version(what, runs_dir)
     found = published_version(run_dir, spec, version)
     fixed = f"{spec.name}@v{found.manifest.version}"
     names = (spec.name, fixed) if version is None else (fixed,)
@@ -221,10 +217,7 @@ def free_port() -> int:
 
 
 def await_server(
-    server: subprocess.Popen[bytes],
-    port: int,
-    log: Path,
-    stops: Callable[[], int] = lambda: 0,
+    server: subprocess.Popen[bytes], port: int, log: Path, stops: Callable[[], int] = lambda: 0
 ) -> None:
     """Wait until a server answers, or `stops` says that it is not needed.
 

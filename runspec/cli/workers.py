@@ -339,7 +339,14 @@ def revoke_invite(run: str, named: str, reason: str, runs_dir: Path) -> int:
     coordinator = coordinator_of(run, runs_dir)
     made = [each.key for each in read_made(find_run(run, runs_dir))]
     seen = [each["key"] for each in coordinator.entries("invites")]
-    key = _key_of(named, {*made, *seen})
+    if "#" in named:
+        try:
+            named = invite_key(parse_join_link(named).invite or "")
+        except BadSignature as error:
+            remedy = "copy the whole link of the invite"
+            raise UserError(str(error), place="--revoke", remedy=remedy) from error
+    more = "one that --list shows, or its link"
+    key = named if is_digest(named) else key_by_prefix(named, {*made, *seen}, "--revoke", more)
     coordinator.order("revoke", {"key": key, "reason": reason})
     print(f"the invite {key} is revoked: no more keys come with it; those that did stay")
     return 0
@@ -393,17 +400,3 @@ def read_made(run_dir: Path) -> list[Made]:
         except (MalformedJson, TypeError):
             continue
     return found
-
-
-def _key_of(named: str, known: set[str]) -> str:
-    if is_digest(named):
-        return named
-    if "#" in named:
-        text = parse_join_link(named).invite
-        try:
-            return invite_key(text or "")
-        except BadSignature as error:
-            raise UserError(
-                str(error), place="--revoke", remedy="copy the whole link of the invite"
-            ) from error
-    return key_by_prefix(named, known, "--revoke", "one that --list shows, or its link")

@@ -123,11 +123,7 @@ def end_figures(summary: Mapping[str, Any]) -> list[tuple[str, float | None, flo
     ]
 
 
-_GRPO = {
-    "task_reward": "Task reward",
-    "reward": "Reward",
-    "length_error": "Length error, tokens",
-}
+_GRPO = {"task_reward": "Task reward", "reward": "Reward", "length_error": "Length error, tokens"}
 _SUPERVISED = {
     "loss": "Loss",
     "nll": "Cross entropy, nats a token",

@@ -18,11 +18,7 @@ from runspec.local.dashboard.source import Source
 from verify.coordinator.machine import events
 from verify.coordinator.machine.events import Event
 from verify.formats.lease import Lease
-from verify.formats.submission import (
-    Rollout,
-    decode_rollouts,
-    largest_accepted_bytes,
-)
+from verify.formats.submission import Rollout, decode_rollouts, largest_accepted_bytes
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import MAX_ROWS, RolloutVerdict, decode_verdicts
 
