@@ -36,62 +36,59 @@ from runspec.core.errors import RunElsewhere, UserError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_COMMANDS = {
-    "Specs": {
-        "init.init": "Writes a commented spec, its pre-commit hook and a CI step.",
-        "lint.lint": "Checks specs. Exits 0 clean, 1 with findings, 2 on an unreadable file or "
-        "bad usage.",
-        "explain.explain": "Explains a field of the spec, a rule, or a kind of reward, source or "
-        "monitor.",
-        "lint.render": "Prints the resolved spec, every default written out, or writes what "
-        "starts it elsewhere.",
-        "lint.lock": "Pins model, tokenizer and data by commit and digest, in FILE.lock.yaml.",
-        "explain.schema": "Prints the JSON Schema of the spec.",
-    },
-    "Runs": {
-        "plan.plan": "Says what would change, what it needs, how long a step takes and what it "
-        "costs.",
-        "simulate.simulate": "Simulates a run with volunteers that come, go and attack. Exits 1 if "
-        "it stalls.",
-        "plan.diff": "Shows how a spec differs from the run's own. Exits 0 without differences, 1 "
-        "with some.",
-        "apply.apply": "Starts a run, changes it, or goes on with it where it was interrupted.",
-        "status.status": "Says how far a run is, and what each of its roles does.",
-        "status.describe": "Says everything of a run: spec, conditions, roles, versions, "
-        "checkpoints, events.",
-        "runs.events": "Prints what happened to a run, oldest first.",
-        "runs.logs": "Prints the roles' logs.",
-        "runs.wait": "Waits until a condition of a run holds. Exits 1 if it cannot any more, or in "
-        "time.",
-        "runs.pause": "Stops a run's roles in order; `resume` goes on from the newest checkpoint.",
-        "runs.resume": "Goes on with a run that was paused or interrupted, as it is.",
-        "runs.rollback": "Takes a stopped run back to a checkpoint; what came after it is removed.",
-        "runs.delete": "Removes a run's directory; refuses while the run is alive.",
-        "runs.monitor": "Sends what a monitor lacks of a run; `apply` starts one for each "
-        "monitor by itself.",
-        "dashboard.dashboard": "Shows a run in the browser: curves, roles, who waits for whom, and "
-        "every rollout.",
-        "evaluate.evaluate": "Evaluates a version of a run, or any model, on problems from files "
-        "or by another tool.",
-        "follow.serve": "Serves a version by vLLM's OpenAI-compatible server; further options are "
-        "vLLM's.",
-        "serve.chat": "Talks to a version in the terminal.",
-        "runs.export": "Writes a published version as a Hugging Face directory with a model card.",
-        "machines.prepare": "Makes the keys, addresses and bundles of a run that several machines "
-        "share.",
-        "machines.role": "Runs one role of a prepared site on this machine.",
-        "checks.doctor": "Looks at this machine: packages, devices, disk, and what a spec would "
-        "lack here.",
-        "machines.join": "Samples for somebody's run with this machine, until it is finished or "
-        "Ctrl-C.",
-        "workers.invite": "Prints a join link by which so many keys may register, lists such "
-        "links, or revokes one.",
-        "workers.workers": "Lists a run's workers: standing, reputation, credits.",
-        "workers.ban": "Refuses a key's requests from now on, and ends its open leases.",
-        "workers.unban": "Grants an appeal: the key may work again, watched closely at first.",
-    },
+_SPECS = {
+    "init.init": "Writes a commented spec, its pre-commit hook and a CI step.",
+    "lint.lint": "Checks specs. Exits 0 clean, 1 with findings, 2 on an unreadable file or bad "
+    "usage.",
+    "explain.explain": "Explains a field of the spec, a rule, or a kind of reward, source or "
+    "monitor.",
+    "lint.render": "Prints the resolved spec, every default written out, or writes what starts it "
+    "elsewhere.",
+    "lint.lock": "Pins model, tokenizer and data by commit and digest, in FILE.lock.yaml.",
+    "explain.schema": "Prints the JSON Schema of the spec.",
 }
-"""Help of each command by its panel, then by its module and name."""
+_RUNS = {
+    "plan.plan": "Says what would change, what it needs, how long a step takes and what it costs.",
+    "simulate.simulate": "Simulates a run with volunteers that come, go and attack. Exits 1 if it "
+    "stalls.",
+    "plan.diff": "Shows how a spec differs from the run's own. Exits 0 without differences, 1 with "
+    "some.",
+    "apply.apply": "Starts a run, changes it, or goes on with it where it was interrupted.",
+    "status.status": "Says how far a run is, and what each of its roles does.",
+    "status.describe": "Says everything of a run: spec, conditions, roles, versions, checkpoints, "
+    "events.",
+    "runs.events": "Prints what happened to a run, oldest first.",
+    "runs.logs": "Prints the roles' logs.",
+    "runs.wait": "Waits until a condition of a run holds. Exits 1 if it cannot any more, or in "
+    "time.",
+    "runs.pause": "Stops a run's roles in order; `resume` goes on from the newest checkpoint.",
+    "runs.resume": "Goes on with a run that was paused or interrupted, as it is.",
+    "runs.rollback": "Takes a stopped run back to a checkpoint; what came after it is removed.",
+    "runs.delete": "Removes a run's directory; refuses while the run is alive.",
+    "runs.monitor": "Sends what a monitor lacks of a run; `apply` starts one for each monitor by "
+    "itself.",
+    "dashboard.dashboard": "Shows a run in the browser: curves, roles, who waits for whom, and "
+    "every rollout.",
+    "evaluate.evaluate": "Evaluates a version of a run, or any model, on problems from files or by "
+    "another tool.",
+    "follow.serve": "Serves a version by vLLM's OpenAI-compatible server; further options are "
+    "vLLM's.",
+    "serve.chat": "Talks to a version in the terminal.",
+    "runs.export": "Writes a published version as a Hugging Face directory with a model card.",
+    "machines.prepare": "Makes the keys, addresses and bundles of a run that several machines "
+    "share.",
+    "machines.role": "Runs one role of a prepared site on this machine.",
+    "checks.doctor": "Looks at this machine: packages, devices, disk, and what a spec would lack "
+    "here.",
+    "machines.join": "Samples for somebody's run with this machine, until it is finished or "
+    "Ctrl-C.",
+    "workers.invite": "Prints a join link by which so many keys may register, lists such links, or "
+    "revokes one.",
+    "workers.workers": "Lists a run's workers: standing, reputation, credits.",
+    "workers.ban": "Refuses a key's requests from now on, and ends its open leases.",
+    "workers.unban": "Grants an appeal: the key may work again, watched closely at first.",
+}
+"""Help of each command by its module and name."""
 _SETTINGS: dict[str, dict[str, Any]] = {
     "evaluate": {"allow_extra_args": True},
     "serve": {"allow_extra_args": True, "ignore_unknown_options": True},
@@ -105,8 +102,8 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name of the command that is called, the command, and its arguments."""
         name, listed, rest = super().resolve_command(ctx, args)
-        [home] = (key for of in _COMMANDS.values() for key in of if key.endswith(f".{name}"))
-        module = import_module(f"runspec.cli.{home.removesuffix(f'.{name}')}")
+        [home] = (key for key in _SPECS | _RUNS if key.endswith(f".{name}"))
+        module = import_module(f"runspec.cli.{home.partition('.')[0]}")
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         declare = alone.command(name, help=listed.help, context_settings=_SETTINGS.get(name or ""))
         declare(getattr(module, f"{name}_command"))
@@ -125,8 +122,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _panel, _of in _COMMANDS.items():
-    for _home, _help in _of.items():
+for _panel, _commands in (("Specs", _SPECS), ("Runs", _RUNS)):
+    for _home, _help in _commands.items():
         app.command(_home.partition(".")[2], help=_help, rich_help_panel=_panel)(lambda: None)
 
 
