@@ -25,16 +25,14 @@ import gc
 import io
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 from runspec.core.errors import RunElsewhere, UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _SPECS = {
     "init.init": "Writes a commented spec, its pre-commit hook and a CI step.",

@@ -80,7 +80,13 @@ def show_result(name: str, result: Result, console: Console) -> None:
     waits = sorted(result.waits.items(), key=lambda item: -item[1])
     waited = (f"{what} {_share(seconds / result.seconds)}" for what, seconds in waits)
     _say(console, f"the next step to close waits for: {', '.join(waited)}")
-    console.print(_groups(result))
+    columns = (">accepted", ">rejected", ">withheld", ">trained", ">wasted", ">idle")
+    table = options.plain_table("workers", "", "strategy", *columns)
+    for group in result.groups:
+        counts = [group.accepted, group.rejected, group.withheld, group.trained, group.wasted]
+        shown = (f"{count:,}" for count in counts)
+        table.add_row(group.name, f"{group.workers}", group.strategy, *shown, _share(group.idle))
+    console.print(table)
     if result.sanctions:
         console.print("\nQuarantines and bans")
         console.print(_sanctions(result))
@@ -107,16 +113,6 @@ def page(name: str, result: Result) -> str:
     title = html.escape(f"{name}, simulated with seed {result.seed}")
     head = f'<!doctype html>\n<meta charset="utf-8">\n<title>{title}</title>\n'
     return f"{head}<h1>{title}</h1>\n{drawn}\n"
-
-
-def _groups(result: Result) -> Table:
-    columns = ("accepted", "rejected", "withheld", "trained", "wasted", "idle")
-    table = options.plain_table("workers", "", "strategy", *(f">{column}" for column in columns))
-    for group in result.groups:
-        counts = [group.accepted, group.rejected, group.withheld, group.trained, group.wasted]
-        shown = (f"{count:,}" for count in counts)
-        table.add_row(group.name, f"{group.workers}", group.strategy, *shown, _share(group.idle))
-    return table
 
 
 def _sanctions(result: Result) -> Table:
