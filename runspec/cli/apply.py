@@ -326,7 +326,7 @@ def _add_training(table: Table, rows: Sequence[Row], width: int) -> None:
     if islands:
         table.add_row("waited", share(metrics.wait_share(row)), whom)
     else:
-        table.add_row("waited for input", share(metrics.inputmetrics.wait_share(row)), whom)
+        table.add_row("waited for input", share(metrics.input_wait_share(row)), whom)
 
 
 def _curve(rows: Sequence[Row], key: str, width: int) -> str:

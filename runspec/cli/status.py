@@ -194,7 +194,7 @@ def step_line(rows: Sequence[Row], steps: int) -> str:
     if metrics.is_supervised(row):
         nll = number(metrics.last_known(rows, "held_out_nll"))
         bits = number(metrics.last_known(rows, "held_out_bits_per_byte"))
-        waited = f"waited for input {share(metrics.inputrun_wait_share(row))}"
+        waited = f"waited for input {share(metrics.input_wait_share(row))}"
         if metrics.island_figures(row) is not None:
             whom = row.get("waited_for") or "islands"
             waited = f"waited {share(metrics.wait_share(row))}, most for the {whom}"
