@@ -86,6 +86,7 @@ _RUNS = {
     "workers.ban": "Refuses a key's requests from now on, and ends its open leases.",
     "workers.unban": "Grants an appeal: the key may work again, watched closely at first.",
 }
+_COMMANDS = _SPECS | _RUNS
 """Help of each command by its module and name."""
 _SETTINGS: dict[str, dict[str, Any]] = {
     "evaluate": {"allow_extra_args": True},
@@ -99,11 +100,11 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name of the command that is called, the command, and its arguments."""
-        name, listed, rest = super().resolve_command(ctx, args)
-        [home] = (key for key in _SPECS | _RUNS if key.endswith(f".{name}"))
+        name, _, rest = super().resolve_command(ctx, args)
+        [(home, text)] = (item for item in _COMMANDS.items() if item[0].endswith(f".{name}"))
         module = import_module(f"runspec.cli.{home.partition('.')[0]}")
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        declare = alone.command(name, help=listed.help, context_settings=_SETTINGS.get(name or ""))
+        declare = alone.command(name, help=text, context_settings=_SETTINGS.get(name or ""))
         declare(getattr(module, f"{name}_command"))
         return name, typer.main.get_command(alone), rest
 

@@ -91,6 +91,7 @@ def evaluate_command(
     if wrong := [name for name, value in (ours if tool else theirs).items() if value]:
         how = "beside --with" if tool else "without --with"
         raise BadUsage(f"{wrong[0]} {how}", remedy="see `runspec evaluate --help`")
+    found: dict[str, Any] | None
     if tool is None:
         found = evaluate_suite(what, suite, data, overrides or (), runs_dir, overlap=overlap)
     else:
