@@ -26,19 +26,8 @@ import typer
 from rich.console import Console
 
 from bridge.model_files import TOKENIZER_NAMES
-from runspec.cli import options
+from runspec.cli import options, serve
 from runspec.cli.checks import located
-from runspec.cli.serve import (
-    HOST,
-    await_server,
-    bare_pool,
-    end_group,
-    free_port,
-    link_files,
-    served,
-    server_failed,
-    serving,
-)
 from runspec.core.entry_points import KEY_VARIABLE, Asked, EvaluationTool, evaluation_tool
 from runspec.core.errors import BadUsage, UserError, one_line
 from runspec.core.spec.load import SpecFiles, dump_resolved, load_layers
@@ -125,7 +114,7 @@ def evaluate_suite(
         UserError: the weights are missing or damaged, or the suite has errors.
     """
     with tempfile.TemporaryDirectory(prefix="runspec-evaluate-") as folder:
-        model = served(what, runs_dir)
+        model = serve.served(what, runs_dir)
         weights = model.folder
         if model.spec is None or model.manifest is None:
             base = bare_spec(weights, model.pool.max_model_len)
@@ -150,7 +139,7 @@ def evaluate_suite(
 
 def bare_spec(weights: Path, length: int) -> dict[str, Any]:
     """Return what a spec must have besides a suite, for weights of so many positions."""
-    pool = bare_pool(length)
+    pool = serve.bare_pool(length)
     return {
         "version": "runspec/v1",
         "name": "evaluated",
@@ -279,21 +268,21 @@ def evaluate_with(
         raise BadUsage("no task", place=f"--with {tool}", remedy="--task TASK")
     if out is not None and out.exists():
         raise BadUsage("is there already", place=str(out), remedy="name a new folder")
-    found = served(what, runs_dir)
+    found = serve.served(what, runs_dir)
     with ExitStack() as up:
         stops = up.enter_context(StopSignals())
         folder = Path(up.enter_context(tempfile.TemporaryDirectory(prefix="runspec-with-")))
-        link_files(found.folder, folder / "tokenizer", only=TOKENIZER_NAMES)
-        port, log = free_port(), folder / "server.log"
-        server = up.enter_context(serving(found, HOST, port, log=log))
-        await_server(server, port, log, stops)
+        serve.link_files(found.folder, folder / "tokenizer", only=TOKENIZER_NAMES)
+        port, log = serve.free_port(), folder / "server.log"
+        server = up.enter_context(serve.serving(found, serve.HOST, port, log=log))
+        serve.await_server(server, port, log, stops)
         if stops():
             return None
         (out := (out or folder / "out").absolute()).mkdir(parents=True)
         asked = Asked(
             # Not resolved: the interpreter of an environment is a link, which says where it is.
             python=python.absolute(),
-            url=f"http://{HOST}:{port}/v1",
+            url=f"http://{serve.HOST}:{port}/v1",
             model=found.names[-1],
             tokenizer=folder / "tokenizer",
             context=found.pool.max_model_len,
@@ -344,11 +333,11 @@ def run_tool(
                 time.sleep(_LOOK_S)
         finally:
             if process.poll() is None:
-                end_group(process)
+                serve.end_group(process)
     if stops():
         return False
     if server.poll() is not None:
-        raise server_failed(f"ended with exit code {server.poll()}", server_log)
+        raise serve.server_failed(f"ended with exit code {server.poll()}", server_log)
     if process.returncode != 0:
         said = "\n".join(last_lines(log, 20))
         raise UserError(
