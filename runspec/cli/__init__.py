@@ -110,6 +110,7 @@ class _Commands(TyperGroup):
 
 
 def _end(exit_code: int) -> None:
+    """End the process with the exit code that a command returned."""
     raise typer.Exit(exit_code)
 
 

@@ -98,6 +98,8 @@ def _fixed(
 
 
 def _print(checked: CheckedFiles, output: str) -> None:
+    """Print the findings in a format, and for people their number; colours are as no-color.org has
+    them."""
     colour = sys.stdout is not None and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     text = render(checked, output, colour=colour)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a file's text may be beyond the terminal's
@@ -141,6 +143,7 @@ def lock_command(
 
 
 def _check_lock(spec: RunSpec, files: SpecFiles) -> int:
+    """Print what is stale in the lock; return the exit code."""
     from runspec.lock.pins import check_lock
 
     path = lock_path(files.path, files.profile)
@@ -156,6 +159,7 @@ def _check_lock(spec: RunSpec, files: SpecFiles) -> int:
 
 
 def _write_lock(spec: RunSpec, files: SpecFiles) -> int:
+    """Write the lock, or print what cannot be pinned; return the exit code."""
     from runspec.lock.pins import find_pins
 
     seen = find_pins(spec, files.path.parent, os.environ)

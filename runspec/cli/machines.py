@@ -150,8 +150,10 @@ def _listening(endpoints: Endpoints, name: str, listen: str | None) -> Endpoints
         address(url)
     except UserError as error:
         raise UserError(error.thing, place="--listen", remedy="say HOST:PORT") from error
-    if name in ("coordinator", "origin"):
-        return replace(endpoints, **{name: url})
+    if name == "coordinator":
+        return replace(endpoints, coordinator=url)
+    if name == "origin":
+        return replace(endpoints, origin=url)
     for island in endpoints.shares:
         if name == shares_name(island):
             # The others still reach it under the address that the spec gives.

@@ -182,6 +182,7 @@ def show_limits(spec: RunSpec, console: Console) -> None:
 
 
 def _headline(plan: RunPlan) -> str:
+    """Return what the plan is for, and how many changes it has."""
     name, count = plan.spec.name, len(plan.changes)
     if plan.new:
         return f"{name} is new: {plan.spec.steps} steps, to lie in {plan.run_dir}"
@@ -207,6 +208,7 @@ def _effect(plan: RunPlan, changes: Sequence[Change], meaning: str) -> str:
 
 
 def _line(change: Change) -> Text:
+    """Return a change as one line, coloured by its kind."""
     mark, style = _MARKS[change.kind]
     before, after = shown(change.before), shown(change.after)
     values = {"add": after, "remove": before, "change": f"{before} -> {after}"}[change.kind]

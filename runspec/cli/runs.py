@@ -63,6 +63,7 @@ def logs_command(
 
 
 def _paths(folder: Path, role: str | None) -> list[Path]:
+    """Return the logs of all roles, or that of one."""
     paths = {path.stem: path for path in sorted(folder.glob("*.log"))}
     if role is not None and role not in paths:
         raise UserError(
