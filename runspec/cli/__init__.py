@@ -1,4 +1,11 @@
-"""The `runspec` command. Each command imports what it needs when it is called: help stays quick.
+"""The `runspec` command.
+
+Its commands by panel and name are below. What a command takes and does is the function
+`NAME_command` of its module, which is imported when the command is called: help stays quick.
+
+The reader of `runspec apply ... | head` goes away while the command trains on. Every command goes
+on without output, and its exit code is that of its work. One that prints without end asks
+`reader_gone`.
 
 Exit codes:
     0: done, or clean.
@@ -13,369 +20,182 @@ Exit codes:
 
 from __future__ import annotations
 
+import errno
 import gc
+import io
+import os
 import sys
-from pathlib import Path
-from typing import Annotated, Literal, get_args
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from runspec.cli import machines, models
-from runspec.cli.output import (
-    RUN,
-    RUNS,
-    SPEC,
-    Detach,
-    File,
-    Follow,
-    Json,
-    Overrides,
-    Placement,
-    Profile,
-    Run,
-    RunsDir,
-    SpecRunsDir,
-    TemplateName,
-    Yes,
-    duration,
-    exit_code_of,
-    files_named,
-    outlive_readers,
-)
+from runspec.core.errors import RunElsewhere, UserError
+
+_SPECS = {
+    "init.init": "Writes a commented spec, its pre-commit hook and a CI step.",
+    "lint.lint": "Checks specs. Exits 0 clean, 1 with findings, 2 on an unreadable file or bad "
+    "usage.",
+    "explain.explain": "Explains a field of the spec, a rule, or a kind of reward, source or "
+    "monitor.",
+    "lint.render": "Prints the resolved spec, every default written out, or writes what starts it "
+    "elsewhere.",
+    "lint.lock": "Pins model, tokenizer and data by commit and digest, in FILE.lock.yaml.",
+    "explain.schema": "Prints the JSON Schema of the spec.",
+}
+_RUNS = {
+    "plan.plan": "Says what would change, what it needs, how long a step takes and what it costs.",
+    "simulate.simulate": "Simulates a run with volunteers that come, go and attack. Exits 1 if it "
+    "stalls.",
+    "plan.diff": "Shows how a spec differs from the run's own. Exits 0 without differences, 1 with "
+    "some.",
+    "apply.apply": "Starts a run, changes it, or goes on with it where it was interrupted.",
+    "status.status": "Says how far a run is, and what each of its roles does.",
+    "status.describe": "Says everything of a run: spec, conditions, roles, versions, checkpoints, "
+    "events.",
+    "runs.events": "Prints what happened to a run, oldest first.",
+    "runs.logs": "Prints the roles' logs.",
+    "runs.wait": "Waits until a condition of a run holds. Exits 1 if it cannot any more, or in "
+    "time.",
+    "runs.pause": "Stops a run's roles in order; `resume` goes on from the newest checkpoint.",
+    "runs.resume": "Goes on with a run that was paused or interrupted, as it is.",
+    "runs.rollback": "Takes a stopped run back to a checkpoint; what came after it is removed.",
+    "runs.delete": "Removes a run's directory; refuses while the run is alive.",
+    "runs.monitor": "Sends what a monitor lacks of a run; `apply` starts one for each monitor by "
+    "itself.",
+    "dashboard.dashboard": "Shows a run in the browser: curves, roles, who waits for whom, and "
+    "every rollout.",
+    "evaluate.evaluate": "Evaluates a version of a run, or any model, on problems from files or by "
+    "another tool.",
+    "follow.serve": "Serves a version by vLLM's OpenAI-compatible server; further options are "
+    "vLLM's.",
+    "serve.chat": "Talks to a version in the terminal.",
+    "runs.export": "Writes a published version as a Hugging Face directory with a model card.",
+    "machines.prepare": "Makes the keys, addresses and bundles of a run that several machines "
+    "share.",
+    "machines.role": "Runs one role of a prepared site on this machine.",
+    "checks.doctor": "Looks at this machine: packages, devices, disk, and what a spec would lack "
+    "here.",
+    "machines.join": "Samples for somebody's run with this machine, until it is finished or "
+    "Ctrl-C.",
+    "workers.invite": "Prints a join link by which so many keys may register, lists such links, or "
+    "revokes one.",
+    "workers.workers": "Lists a run's workers: standing, reputation, credits.",
+    "workers.ban": "Refuses a key's requests from now on, and ends its open leases.",
+    "workers.unban": "Grants an appeal: the key may work again, watched closely at first.",
+}
+_COMMANDS = _SPECS | _RUNS
+"""Help of each command by its module and name."""
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "evaluate": {"allow_extra_args": True},
+    "serve": {"allow_extra_args": True, "ignore_unknown_options": True},
+}
+"""The commands that pass words on to another program."""
+
+
+class _Commands(TyperGroup):
+    """Knows names and help of its commands, and imports the one that is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the name of the command that is called, the command, and its arguments."""
+        name, _, rest = super().resolve_command(ctx, args)
+        [(home, text)] = (item for item in _COMMANDS.items() if item[0].endswith(f".{name}"))
+        module = import_module(f"runspec.cli.{home.partition('.')[0]}")
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        declare = alone.command(name, help=text, context_settings=_SETTINGS.get(name or ""))
+        declare(getattr(module, f"{name}_command"))
+        return name, typer.main.get_command(alone), rest
+
+
+def _end(exit_code: int) -> None:
+    """End the process with the exit code that a command returned."""
+    raise typer.Exit(exit_code)
+
 
 app = typer.Typer(
+    cls=_Commands,
+    result_callback=_end,
     help="Decentralised reinforcement learning of language models, declared in one YAML file.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+for _panel, _commands in (("Specs", _SPECS), ("Runs", _RUNS)):
+    for _home, _help in _commands.items():
+        app.command(_home.partition(".")[2], help=_help, rich_help_panel=_panel)(lambda: None)
 
 
-@app.command(rich_help_panel=SPEC)
-def init(
-    folder: Annotated[Path, typer.Argument(help="Where the files go.")] = Path(),
-    template: Annotated[
-        TemplateName,
-        typer.Option("--template", "-t", metavar="NAME", help=", ".join(get_args(TemplateName))),
-    ] = "laptop",
-    name: Annotated[
-        str | None, typer.Option("--name", help="Of the run.", show_default="the folder's name")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", metavar="MODEL", help="DIR or ORG/NAME, of model, sft and node-8gpu."
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Writes over files.")] = False,
-) -> None:
-    """Writes a commented spec, its pre-commit hook and a CI step."""
-    from runspec.cli.init import init_command
-
-    raise typer.Exit(init_command(folder, template, name, model, force))
+_REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
+"""Errors of a disk that a person can mend, wherever they come up."""
 
 
-@app.command(rich_help_panel=SPEC)
-def lint(
-    files: Annotated[list[Path], typer.Argument(help="Specs to check.")],
-    profile: Profile = None,
-    placement: Placement = None,
-    overrides: Overrides = None,
-    fix: Annotated[bool, typer.Option("--fix", help="Mends what is safe to mend.")] = False,
-    data: Annotated[
-        bool, typer.Option("--data", help="Reads every problem and tries the graders, too.")
-    ] = False,
-    select: Annotated[
-        list[str] | None, typer.Option(help="Only these rules or groups, comma-separated.")
-    ] = None,
-    ignore: Annotated[
-        list[str] | None, typer.Option(help="Not these rules or groups, comma-separated.")
-    ] = None,
-    output: Annotated[
-        Literal["pretty", "compact", "json", "github", "sarif"], typer.Option("--format")
-    ] = "pretty",
-    fail_level: Annotated[
-        Literal["error", "warning", "never"], typer.Option(help="Exits 1 at or above.")
-    ] = "error",
-) -> None:
-    """Checks specs. Exits 0 clean, 1 with findings, 2 on an unreadable file or bad usage."""
-    from runspec.cli.lint import lint_command
+class _Unbroken(io.FileIO):
+    """A file descriptor that discards what is written once nobody reads it."""
 
-    specs = [files_named(path, profile, placement, overrides) for path in files]
-    code = lint_command(
-        specs, select or [], ignore or [], fix=fix, data=data, output=output, fail_level=fail_level
+    gone = False
+
+    def write(self, data: Any) -> int:
+        """Writes a buffer of bytes, as `io.FileIO` does; returns how many."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            _Unbroken.gone = True
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
+
+
+def reader_gone() -> bool:
+    """Whether something was written that nobody reads."""
+    return _Unbroken.gone
+
+
+def _unbroken(stream: Any) -> Any:
+    """The stream, which from now on discards what nobody reads any more."""
+    try:
+        descriptor = stream.fileno()
+    except (AttributeError, OSError):  # closed from the start, or no file
+        return stream
+    raw = io.BufferedWriter(_Unbroken(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(
+        raw, stream.encoding, stream.errors, line_buffering=stream.line_buffering
     )
-    raise typer.Exit(code)
 
 
-@app.command(rich_help_panel=SPEC)
-def explain(
-    topic: Annotated[str | None, typer.Argument(help="A path of the schema, rule or kind.")] = None,
-    list_all: Annotated[bool, typer.Option("--list", help="Every path, rule and kind.")] = False,
-) -> None:
-    """Explains a field of the spec, a rule, or a kind of reward, source or monitor."""
-    from runspec.cli.explain import explain_command
+def exit_code_of(work: Callable[[], int]) -> int:
+    """Return the exit code of `work`, or that of the error that ends it, which is printed."""
+    try:
+        return work()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except RunElsewhere as run:
+        carry = run.carry
+        return exit_code_of(lambda: carry(sys.argv[1:]))
+    except KeyboardInterrupt:
+        from runspec.local.backend import EXIT_INTERRUPTED
 
-    raise typer.Exit(explain_command(topic, list_all))
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename and error.errno in _REFUSALS:
+            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+            print("  remedy: mend the permissions, free space, or name another", file=sys.stderr)
+            return 1
+        import logging
 
+        from runspec.core.process import EXIT_INTERNAL
 
-@app.command(rich_help_panel=SPEC)
-def render(
-    file: File,
-    profile: Profile = None,
-    placement: Placement = None,
-    overrides: Overrides = None,
-    show_origin: Annotated[
-        bool, typer.Option("--show-origin", help="Says of each value where it is from.")
-    ] = False,
-    output: Annotated[Literal["yaml", "json"], typer.Option("--format")] = "yaml",
-    backend: Annotated[
-        Literal["kubernetes", "slurm"] | None,
-        typer.Option("--backend", help="Writes what starts the run there."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="Where --backend writes.")] = None,
-    runs_dir: SpecRunsDir = None,
-) -> None:
-    """Prints the resolved spec, every default written out, or writes what starts it elsewhere."""
-    from runspec.cli.render import render_backend_command, render_command
-
-    files = files_named(file, profile, placement, overrides)
-    if backend is not None:
-        raise typer.Exit(render_backend_command(files, backend, out, runs_dir))
-    raise typer.Exit(render_command(files, show_origin, output))
-
-
-@app.command(rich_help_panel=SPEC)
-def lock(
-    file: File,
-    profile: Profile = None,
-    placement: Placement = None,
-    overrides: Overrides = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Writes nothing; exits 1 where the lock is stale.")
-    ] = False,
-) -> None:
-    """Pins model, tokenizer and data by commit and digest, in FILE.lock.yaml."""
-    from runspec.cli.lock import lock_command
-
-    raise typer.Exit(lock_command(files_named(file, profile, placement, overrides), check))
-
-
-@app.command(rich_help_panel=SPEC)
-def schema(
-    draft: Annotated[Literal["07", "2020-12"], typer.Option(help="07 is for editors.")] = "07",
-) -> None:
-    """Prints the JSON Schema of the spec."""
-    import json
-
-    from runspec.core.spec.field_docs import json_schema
-
-    print(json.dumps(json_schema(draft), indent=2, ensure_ascii=False))
-
-
-@app.command(rich_help_panel=RUN)
-def plan(
-    file: File,
-    profile: Profile = None,
-    placement: Placement = None,
-    overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="Saves it for apply.")] = None,
-    as_json: Json = False,
-    exit_code: Annotated[
-        bool, typer.Option("--exit-code", help="Exits 6 where there are changes.")
-    ] = False,
-    aot: Annotated[
-        bool, typer.Option("--aot", help="Compiles the learner's step for its chips.")
-    ] = False,
-    runs_dir: SpecRunsDir = None,
-) -> None:
-    """Says what would change, what it needs, how long a step takes and what it costs."""
-    from runspec.cli.plan import plan_command
-
-    files = files_named(file, profile, placement, overrides)
-    raise typer.Exit(plan_command(files, out, as_json, exit_code, aot, runs_dir))
-
-
-@app.command(rich_help_panel=RUN)
-def simulate(
-    file: File,
-    profile: Profile = None,
-    placement: Placement = None,
-    overrides: Overrides = None,
-    swarm: Annotated[
-        Path | None, typer.Option("--swarm", help="Who works, comes, goes and attacks.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of all that is drawn.")] = 0,
-    as_json: Json = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Writes an HTML page with plots.")
-    ] = None,
-) -> None:
-    """Simulates a run with volunteers that come, go and attack. Exits 1 if it stalls."""
-    from runspec.cli.simulate import simulate_command
-
-    files = files_named(file, profile, placement, overrides)
-    raise typer.Exit(simulate_command(files, swarm, seed, as_json, plot))
-
-
-@app.command(rich_help_panel=RUN)
-def diff(
-    file: File,
-    profile: Profile = None,
-    placement: Placement = None,
-    overrides: Overrides = None,
-    runs_dir: SpecRunsDir = None,
-) -> None:
-    """Shows how a spec differs from the run's own. Exits 0 without differences, 1 with some."""
-    from runspec.cli.diff import diff_command
-
-    raise typer.Exit(diff_command(files_named(file, profile, placement, overrides), runs_dir))
-
-
-@app.command(rich_help_panel=RUN)
-def apply(
-    file: Annotated[Path, typer.Argument(help="The spec, or a plan that `plan -o` saved.")],
-    profile: Profile = None,
-    placement: Placement = None,
-    overrides: Overrides = None,
-    detach: Detach = False,
-    runs_dir: SpecRunsDir = None,
-    resolved: Annotated[bool, typer.Option("--resolved", hidden=True)] = False,
-) -> None:
-    """Starts a run, changes it, or goes on with it where it was interrupted."""
-    from runspec.cli.apply import apply_command, apply_resolved
-
-    if resolved:  # what a backend carries to the machine that has the run directory
-        raise typer.Exit(apply_resolved(detach, runs_dir))
-    files = files_named(file, profile, placement, overrides)
-    raise typer.Exit(apply_command(files, detach, runs_dir))
-
-
-@app.command(rich_help_panel=RUN)
-def status(
-    run: Run,
-    as_json: Json = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Says it every two seconds while the run is alive.")
-    ] = False,
-    runs_dir: RunsDir = RUNS,
-) -> None:
-    """Says how far a run is, and what each of its roles does."""
-    from runspec.cli.status import status_command
-
-    raise typer.Exit(status_command(run, as_json, runs_dir, watch=watch))
-
-
-@app.command(rich_help_panel=RUN)
-def describe(run: Run, runs_dir: RunsDir = RUNS) -> None:
-    """Says everything of a run: spec, conditions, roles, versions, checkpoints, events."""
-    from runspec.cli.status import describe_command
-
-    raise typer.Exit(describe_command(run, runs_dir))
-
-
-@app.command(rich_help_panel=RUN)
-def events(
-    run: Run, follow: Follow = False, as_json: Json = False, runs_dir: RunsDir = RUNS
-) -> None:
-    """Prints what happened to a run, oldest first."""
-    from runspec.cli.logs import events_command
-
-    raise typer.Exit(events_command(run, follow, as_json, runs_dir))
-
-
-@app.command(rich_help_panel=RUN)
-def logs(
-    run: Run,
-    role: Annotated[str | None, typer.Option("--role", help="One role's log only.")] = None,
-    follow: Follow = False,
-    tail: Annotated[
-        int | None, typer.Option("--tail", min=0, help="Only so many last lines of each.")
-    ] = None,
-    runs_dir: RunsDir = RUNS,
-) -> None:
-    """Prints the roles' logs."""
-    from runspec.cli.logs import logs_command
-
-    raise typer.Exit(logs_command(run, role, follow, tail, runs_dir))
-
-
-@app.command(rich_help_panel=RUN)
-def wait(
-    run: Run,
-    condition: Annotated[
-        str, typer.Option("--for", help="A condition: Ready, Finished, ..., or step=N.")
-    ],
-    timeout: Annotated[
-        float,
-        typer.Option(
-            parser=duration, metavar="TIME", help="How long, like 30s.", show_default="10m"
-        ),
-    ] = 600.0,
-    runs_dir: RunsDir = RUNS,
-) -> None:
-    """Waits until a condition of a run holds. Exits 1 if it cannot any more, or in time."""
-    from runspec.cli.logs import wait_command
-
-    raise typer.Exit(wait_command(run, condition, timeout, runs_dir))
-
-
-@app.command(rich_help_panel=RUN)
-def pause(run: Run, runs_dir: RunsDir = RUNS) -> None:
-    """Stops a run's roles in order; `resume` goes on from the newest checkpoint."""
-    from runspec.cli.lifecycle import pause_command
-
-    raise typer.Exit(pause_command(run, runs_dir))
-
-
-@app.command(rich_help_panel=RUN)
-def resume(run: Run, detach: Detach = False, runs_dir: RunsDir = RUNS) -> None:
-    """Goes on with a run that was paused or interrupted, as it is."""
-    from runspec.cli.lifecycle import resume_command
-
-    raise typer.Exit(resume_command(run, detach, runs_dir))
-
-
-@app.command(rich_help_panel=RUN)
-def rollback(
-    run: Run,
-    to: Annotated[int, typer.Option("--to", min=0, help="The policy version to go back to.")],
-    yes: Yes = False,
-    runs_dir: RunsDir = RUNS,
-) -> None:
-    """Takes a stopped run back to a checkpoint; what came after it is removed."""
-    from runspec.cli.lifecycle import rollback_command
-
-    raise typer.Exit(rollback_command(run, to, yes, runs_dir))
-
-
-@app.command(rich_help_panel=RUN)
-def delete(run: Run, yes: Yes = False, runs_dir: RunsDir = RUNS) -> None:
-    """Removes a run's directory; refuses while the run is alive."""
-    from runspec.cli.lifecycle import delete_command
-
-    raise typer.Exit(delete_command(run, yes, runs_dir))
-
-
-@app.command(rich_help_panel=RUN)
-def monitor(
-    run: Run,
-    name: Annotated[str, typer.Argument(help="One of the spec's monitors.")],
-    runs_dir: RunsDir = RUNS,
-) -> None:
-    """Sends what a monitor lacks of a run; `apply` starts one for each monitor by itself."""
-    from runspec.cli.dashboard import monitor_command
-
-    raise typer.Exit(monitor_command(run, name, runs_dir))
-
-
-app.add_typer(models.app)
-app.add_typer(machines.app)  # without a name, its commands become commands of `app`
+        logging.exception("a fault of runspec's own; please report it")
+        return EXIT_INTERNAL
 
 
 def main() -> None:
     """Runs the command line and exits."""
     # What imports make stays: looking for cycles in it took a tenth of a cold `runspec lint`.
     gc.set_threshold(100_000)
-    outlive_readers()
+    sys.stdout, sys.stderr = _unbroken(sys.stdout), _unbroken(sys.stderr)
     sys.exit(exit_code_of(app))

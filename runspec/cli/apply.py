@@ -7,33 +7,37 @@ import shlex
 import subprocess
 import sys
 import time
-from contextlib import closing
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TextIO
 
-from rich.console import Console
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from runspec.cli.output import exit_code_of
-from runspec.cli.spec_files import sound_spec
-from runspec.cli.status import show_link
-from runspec.cli.view import PlainView, watching
+from runspec.cli import exit_code_of, options
+from runspec.cli.checks import sound_spec
+from runspec.cli.status import left_text, role_table, show_link, step_line
 from runspec.core.errors import UserError
+from runspec.core.files import FULL
 from runspec.core.spec.load import MAX_BYTES, SpecFiles, load_resolved, parse_resolved
-from runspec.local import planning
+from runspec.local import metrics, planning
 from runspec.local.apply import REPORT_FILE, SUMMARY_FILE, supervise
 from runspec.local.backend import EXIT_INTERRUPTED, LOCAL, StopSignals, backend, last_lines
 from runspec.local.diagnosis import unsolved_text
-from runspec.local.formatting import duration, number
+from runspec.local.formatting import duration, number, per_second, share, sparkline
 from runspec.local.machine import this_machine
-from runspec.local.metrics import end_figures, read_rows
+from runspec.local.metrics import Row, end_figures, island_figures, island_pairs, read_rows
 from runspec.local.model_folders import trained_model
 from runspec.local.planning import RunPlan
 from runspec.local.prepare import NotReady, prepare_run, require_ready
 from runspec.local.processes import PreparedRun
 from runspec.local.run_dir import RunLocked, run_directory, sign_lock
-from runspec.local.state import RunState
+from runspec.local.state import RoleRow, RunState
 from runspec.local.supervisor import CHANGE, change_request, send_request
 from runspec.plan.saved import BadPlan, SavedPlan, read_plan
 
@@ -45,23 +49,31 @@ _LINES = 20
 _POLL_S = 0.2
 
 
-def apply_command(files: SpecFiles, detach: bool, runs_dir: Path | None) -> int:
-    """Starts, changes or continues the run; returns the exit code."""
+def apply_command(
+    file: Annotated[Path, typer.Argument(help="The spec, or a plan that `plan -o` saved.")],
+    profile: options.Profile = None,
+    placement: options.Placement = None,
+    overrides: options.Overrides = None,
+    detach: options.Detach = False,
+    runs_dir: options.SpecRunsDir = None,
+    resolved: Annotated[bool, typer.Option("--resolved", hidden=True)] = False,
+) -> int:
+    """Starts, changes or continues the run; returns the exit code.
+
+    With `resolved` the spec comes from standard input: a backend carries it to the machine that has
+    the run directory.
+    """
+    if resolved:
+        spec = parse_resolved(sys.stdin.buffer.read(MAX_BYTES + 1), place="standard input")
+        plan = planning.make_plan(spec, run_directory(spec, runs_dir))
+        return carry_out_or_explain(plan, detach=detach)
+    files = options.files_named(file, profile, placement, overrides)
     saved = saved_plan(files)
     spec, approved = (saved.spec, saved.seen) if saved else (sound_spec(files), None)
     if spec.placement.backend != LOCAL:
         return backend(spec.placement.backend).apply(spec, detach, runs_dir)
     plan = planning.make_plan(spec, run_directory(spec, runs_dir), approved)
     return carry_out_or_explain(plan, detach=detach, files=None if saved else files)
-
-
-def apply_resolved(detach: bool, runs_dir: Path | None) -> int:
-    """`apply` of a resolved spec from standard input, on the machine that has the run directory."""
-    data = sys.stdin.buffer.read(MAX_BYTES + 1)
-    spec = parse_resolved(data, place="standard input")
-    return carry_out_or_explain(
-        planning.make_plan(spec, run_directory(spec, runs_dir)), detach=detach
-    )
 
 
 def carry_out_or_explain(plan: RunPlan, *, detach: bool, files: SpecFiles | None = None) -> int:
@@ -198,6 +210,129 @@ def show_missing(error: NotReady, files: SpecFiles | None) -> None:
     if laptop.exists():
         command = shlex.join(["runspec", "apply", str(files.path), "--profile", LAPTOP])
         console.print(f"The same loop, small enough for this machine: {command}", soft_wrap=True)
+
+
+LINE_EVERY_S = 5.0
+FRAME_EVERY_S = 0.5
+_EVENTS_SHOWN = 4
+
+
+class PlainView:
+    """A line for each change of a role, and one on the run every few seconds."""
+
+    def __init__(self, steps: int, out: TextIO) -> None:
+        self._steps = steps
+        self._out = out
+        self._said_at = 0.0
+        self._said = ""
+
+    def event(self, role: str, text: str, kind: str = "note") -> None:
+        self._print(f"{role}: {text}")
+
+    def show(self, rows: Sequence[Row], roles: Sequence[RoleRow], note: str) -> None:
+        line = step_line(rows, self._steps) if rows else note
+        now = time.monotonic()
+        last = bool(rows) and rows[-1]["step"] + 1 >= self._steps
+        if line and line != self._said and (last or now - self._said_at >= LINE_EVERY_S):
+            self._said, self._said_at = line, now
+            self._print(line)
+
+    def _print(self, line: str) -> None:
+        try:
+            print(f"{time.strftime('%H:%M:%S')} {line}", file=self._out, flush=True)
+        except OSError as error:
+            if error.errno not in FULL:  # a full disk: written with the next line that can be
+                raise
+
+
+class LiveView:
+    """A panel that is drawn anew twice a second."""
+
+    def __init__(self, name: str, steps: int, live: Live) -> None:
+        self._name, self._steps, self._live = name, steps, live
+        self._events: deque[str] = deque(maxlen=_EVENTS_SHOWN)
+        self._evaluation = ""
+        self._drawn_at = 0.0
+
+    def event(self, role: str, text: str, kind: str = "note") -> None:
+        self._events.append(f"{time.strftime('%H:%M:%S')} {role}: {text}")
+        self._drawn_at = 0.0
+        if kind == "result":
+            self._evaluation = text
+
+    def show(self, rows: Sequence[Row], roles: Sequence[RoleRow], note: str) -> None:
+        now = time.monotonic()
+        if now - self._drawn_at < FRAME_EVERY_S:
+            return
+        self._drawn_at = now
+        parts: list[RenderableType] = [
+            Text(f"{self._name}  {note}", style="bold", overflow="ellipsis", no_wrap=True),
+            _run_table(rows, self._steps, self._live.console.width),
+            *([Text(self._evaluation)] if self._evaluation else ()),
+            role_table(roles),
+            Text("\n".join(self._events), style="bright_black"),
+        ]
+        self._live.update(Group(*parts), refresh=True)
+
+
+@contextmanager
+def watching(name: str, steps: int) -> Iterator[PlainView | LiveView]:
+    """The view that suits standard output."""
+    console = Console()
+    if not console.is_terminal:
+        yield PlainView(steps, sys.stdout)
+        return
+    # No refresh thread: the supervisor forks, and draws whenever it has looked.
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        yield LiveView(name, steps, live)
+
+
+def _run_table(rows: Sequence[Row], steps: int, width: int) -> Table:
+    table = Table.grid(padding=(0, 2))
+    row: Row = rows[-1] if rows else {}
+    done = row["step"] + 1 if rows else 0
+    filled = round(24 * done / steps)
+    left = left_text(rows, steps)
+    table.add_row("step", f"{done}/{steps}", f"{'━' * filled}{'╌' * (24 - filled)}  {left}")
+    if metrics.is_supervised(row):
+        _add_training(table, rows, width)
+    else:
+        curve = _curve(rows, "task_reward", width)
+        table.add_row("task reward", number(row.get("task_reward")), curve)
+        table.add_row("reward", number(row.get("reward")), "")
+        table.add_row("length error", number(row.get("length_error")), "tokens")
+        lag = f"largest {number(row.get('lag_max'))}"
+        table.add_row("lag", number(row.get("lag_mean"), 2), lag)
+        trained, sampled = per_second(row.get("tokens_per_s")), row.get("sampler_tokens_per_s")
+        table.add_row("tokens/s", per_second(sampled), f"sampled, {trained} trained")
+    for name, text in island_pairs(row):
+        table.add_row(name, "", text)
+    return table
+
+
+def _add_training(table: Table, rows: Sequence[Row], width: int) -> None:
+    """Add the figures of a run that trains on documents."""
+    row = rows[-1]
+    table.add_row("loss", number(row.get("loss")), _curve(rows, "loss", width))
+    held_out = number(metrics.last_known(rows, "held_out_nll"))
+    bits = number(metrics.last_known(rows, "held_out_bits_per_byte"))
+    table.add_row("held out", held_out, f"nats a token, {bits} bits a byte")
+    table.add_row("bits a byte", number(row.get("bits_per_byte")), "of the trained rows")
+    islands = "" if island_figures(row) is None else "of all islands, the first's "
+    mfu = f"{islands}MFU {share(row.get('mfu'))}"
+    table.add_row("tokens/s", per_second(metrics.tokens_per_s(row)), mfu)
+    waited = row.get("waited_for")
+    whom = f"most for the {waited}" if waited else ""
+    if islands:
+        table.add_row("waited", share(metrics.wait_share(row)), whom)
+    else:
+        table.add_row("waited for input", share(metrics.input_wait_share(row)), whom)
+
+
+def _curve(rows: Sequence[Row], key: str, width: int) -> str:
+    """The values of a figure as bars, on a terminal of `width` columns."""
+    known = [row[key] for row in rows if row.get(key) is not None]
+    return sparkline(known, max(8, min(48, width - 40)))
 
 
 def start_in_background(run: PreparedRun) -> int:

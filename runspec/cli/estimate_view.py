@@ -11,7 +11,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from runspec.estimate.assumed import Assumed
 from runspec.estimate.broadcast import Arrival
 from runspec.estimate.islands import IslandEstimate, IslandsEstimate
 from runspec.local.formatting import duration, number, size
@@ -55,9 +54,20 @@ def show_estimate(estimate: RunEstimate, console: Console) -> None:
         _title(console, "Step", "its time is not known; to know it, say in the spec")
         for field in estimate.unknown:
             _say(console, _KNOWN_BY.get(field, field))
-    if estimate.cost is not None:
-        _cost(estimate, console)
-    _assumptions(estimate.assumed, console)
+    if (cost := estimate.cost) is not None:
+        whole = "" if cost.run is None else f", {cost.run:,.0f} for the run"
+        _title(console, "Cost", f"{cost.per_hour:,.2f} an hour{whole}")
+        table = _table("role", ">an hour")
+        for role, price in cost.by_role.items():
+            table.add_row("", role, f"{price:,.2f}")
+        console.print(table)
+    _title(console, "Rests on")
+    table = _table("", ">value", "from")
+    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
+    for entry in estimate.assumed:
+        source = Text(entry.source, style="bright_black")
+        table.add_row("", entry.name, _amount(entry.value, entry.unit), source)
+    console.print(table)
 
 
 def _title(console: Console, name: str, text: str = "") -> None:
@@ -116,8 +126,11 @@ def _islands(islands: IslandsEstimate, console: Console) -> None:
     _title(console, "Islands", f"{share}; bytes and times of a step")
     columns = ("devices", ">up", ">down", ">exchange", ">updates", ">busy")
     table = _table("island", *columns)
-    for alike in _alike(islands.islands):
-        each, count = alike[0], len(alike)
+    alike: dict[IslandEstimate, list[IslandEstimate]] = {}
+    for each in islands.islands:  # those of which only the names differ are one row
+        alike.setdefault(replace(each, name=""), []).append(each)
+    for each, *others in alike.values():
+        count = 1 + len(others)
         table.add_row(
             "",
             f"{each.name} ({count} alike)" if count > 1 else each.name,
@@ -138,14 +151,6 @@ def _islands(islands: IslandsEstimate, console: Console) -> None:
         slowest = f"the slowest waits {_time(islands.exposed_s)} a step"
         waits = slowest if islands.exposed_s else "nobody waits"
         _say(console, f"they exchange shares {how}; {waits}")
-
-
-def _alike(islands: Sequence[IslandEstimate]) -> Iterator[list[IslandEstimate]]:
-    """Yield islands in groups of which only the names differ."""
-    groups: dict[IslandEstimate, list[IslandEstimate]] = {}
-    for each in islands:
-        groups.setdefault(replace(each, name=""), []).append(each)
-    yield from groups.values()
 
 
 def _samplers(estimate: RunEstimate, console: Console) -> None:
@@ -224,7 +229,10 @@ def _step(estimate: RunEstimate, step: Timeline, console: Console) -> None:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, width=width)
     table.add_column(no_wrap=True, justify="right")
-    for role, members in _members(estimate).items():
+    roles = {LEARNER: 1, BROADCAST: 1}  # how many work in each, in the order of a version's way
+    roles |= {pool.name: pool.replicas for pool in estimate.samplers}
+    roles |= {VALIDATORS: estimate.validators} if estimate.validators else {}
+    for role, members in roles.items():
         mine = [i for i in step.intervals if i.role == role]
         if role == BROADCAST:
             mine = _union(mine)
@@ -282,13 +290,6 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{plural if number != 1 else ''}"
 
 
-def _members(estimate: RunEstimate) -> dict[str, int]:
-    """How many work in a role, in the order of a version's way."""
-    roles = {LEARNER: 1, BROADCAST: 1}
-    roles |= {pool.name: pool.replicas for pool in estimate.samplers}
-    return roles | ({VALIDATORS: estimate.validators} if estimate.validators else {})
-
-
 def _lane(intervals: Sequence[Interval], members: int, seconds: float, width: int) -> str:
     """A column for each stretch of the step, as high as the share of the role that works in it."""
     cell = seconds / width
@@ -309,27 +310,6 @@ def _union(intervals: Sequence[Interval]) -> list[Interval]:
         if interval.end > start:
             joined.append(replace(interval, start=start))
     return joined
-
-
-def _cost(estimate: RunEstimate, console: Console) -> None:
-    cost = estimate.cost
-    assert cost is not None
-    whole = "" if cost.run is None else f", {cost.run:,.0f} for the run"
-    _title(console, "Cost", f"{cost.per_hour:,.2f} an hour{whole}")
-    table = _table("role", ">an hour")
-    for role, price in cost.by_role.items():
-        table.add_row("", role, f"{price:,.2f}")
-    console.print(table)
-
-
-def _assumptions(assumed: Sequence[Assumed], console: Console) -> None:
-    _title(console, "Rests on")
-    table = _table("", ">value", "from")
-    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
-    for entry in assumed:
-        source = Text(entry.source, style="bright_black")
-        table.add_row("", entry.name, _amount(entry.value, entry.unit), source)
-    console.print(table)
 
 
 def _count(value: float) -> str:

@@ -20,23 +20,13 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 
-from runspec.cli.serve import (
-    HOST,
-    await_server,
-    bare_pool,
-    end_group,
-    free_port,
-    link_files,
-    served,
-    server_failed,
-    serving,
-)
-from runspec.cli.spec_files import located
-from runspec.cli.view import plain_table
+from runspec.cli import options, serve
+from runspec.cli.checks import located
 from runspec.core.entry_points import KEY_VARIABLE, Asked, EvaluationTool, evaluation_tool
 from runspec.core.errors import BadUsage, UserError, one_line
 from runspec.core.models.config import TOKENIZER_NAMES
@@ -51,31 +41,80 @@ from runspec.local.machine import vllm_environment
 
 
 def evaluate_command(
+    context: typer.Context,
+    what: Annotated[str, typer.Argument(help="NAME, NAME@VERSION, or a Hugging Face directory.")],
+    suite: Annotated[
+        str | None,
+        typer.Option("--suite", metavar="NAME|FILE", help="Else the run's own evaluations."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Problems of a shipped suite.")
+    ] = None,
+    overrides: options.Overrides = None,
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Names problems that the run trains on.")
+    ] = False,
+    tool: Annotated[
+        str | None, typer.Option("--with", metavar="TOOL", help="inspect-ai, lm-eval or verifiers.")
+    ] = None,
+    python: Annotated[
+        Path | None, typer.Option("--python", help="Interpreter of the tool's environment.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option("--task", help="The tool's task; its options follow --.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="A new folder for the tool's files.")
+    ] = None,
+    as_json: options.Json = False,
+    runs_dir: options.RunsDir = options.RUNS,
+) -> int:
+    """Evaluate and print the figures; return the exit code.
+
+    Raises:
+        BadUsage: an option of the other way to evaluate is given.
+        UserError: the weights are missing or damaged, or the suite has errors.
+    """
+    theirs = {"--python": python, "--task": task, "--out": out, "options after --": context.args}
+    ours = {"--suite": suite, "--data": data, "--set": overrides, "--overlap": overlap}
+    if wrong := [name for name, value in (ours if tool else theirs).items() if value]:
+        how = "beside --with" if tool else "without --with"
+        raise BadUsage(f"{wrong[0]} {how}", remedy="see `runspec evaluate --help`")
+    found: dict[str, Any] | None
+    if tool is None:
+        found = evaluate_suite(what, suite, data, overrides or (), runs_dir, overlap=overlap)
+    else:
+        found = evaluate_with(what, tool, python, task, context.args, out, runs_dir)
+    if found is None:
+        return EXIT_INTERRUPTED
+    print_results(found, as_json=as_json)
+    return 0
+
+
+def evaluate_suite(
     what: str,
     suite: str | None,
     data: Path | None,
     overrides: Sequence[str],
+    runs_dir: Path,
     *,
     overlap: bool,
-    as_json: bool,
-    runs_dir: Path,
-) -> int:
-    """Evaluate and print the figures; return 0.
+) -> dict[str, Any]:
+    """Evaluate on a suite; return the result by evaluation.
 
     Args:
         what: NAME, NAME@VERSION, or a Hugging Face directory.
         suite: name of a shipped suite, or a file; None: the run's own evaluations.
         data: the problems of a shipped suite.
         overrides: `path=value` each, over the suite.
-        overlap: whether problems that the run trains on are named.
-        as_json: whether the whole result is printed, as JSON.
         runs_dir: folder of runs.
+        overlap: whether problems that the run trains on are named.
 
     Raises:
         UserError: the weights are missing or damaged, or the suite has errors.
     """
     with tempfile.TemporaryDirectory(prefix="runspec-evaluate-") as folder:
-        model = served(what, runs_dir)
+        model = serve.served(what, runs_dir)
         weights = model.folder
         if model.spec is None or model.manifest is None:
             base = bare_spec(weights, model.pool.max_model_len)
@@ -95,14 +134,12 @@ def evaluate_command(
         names = [each.name for each in spec.evaluations if suite is None or each.name not in own]
         if not names:
             raise UserError("no evaluation", place=suite or what, remedy="give it `evaluations`")
-        found = _evaluated(spec, weights, names, Path(folder), overlap=overlap)
-    print_results(found, as_json=as_json)
-    return 0
+        return _evaluated(spec, weights, names, Path(folder), overlap=overlap)
 
 
 def bare_spec(weights: Path, length: int) -> dict[str, Any]:
     """Return what a spec must have besides a suite, for weights of so many positions."""
-    pool = bare_pool(length)
+    pool = serve.bare_pool(length)
     return {
         "version": "runspec/v1",
         "name": "evaluated",
@@ -172,7 +209,7 @@ def print_results(found: Mapping[str, Any], *, as_json: bool) -> None:
         return
     console = Console(markup=False, highlight=False)
     for name, result in found.items():
-        table = plain_table("figure", "mean", "95 % interval")
+        table = options.plain_table("figure", "mean", "95 % interval")
         for figure, (value, low, high) in result["figures"].items():
             between = "" if low is None else f"{number(low)} to {number(high)}"
             table.add_row(figure, number(value), between)
@@ -193,18 +230,16 @@ LOG_NAME = "tool.log"
 _LOOK_S = 0.2
 
 
-def evaluate_with_command(
+def evaluate_with(
     what: str,
     tool: str,
     python: Path | None,
     task: str | None,
     more: Sequence[str],
     out: Path | None,
-    *,
-    as_json: bool,
     runs_dir: Path,
-) -> int:
-    """Evaluate by another project's tool and print its figures by task; return the exit code.
+) -> dict[str, Any] | None:
+    """Evaluate by another project's tool; return its result by task, or None if interrupted.
 
     The tool runs in an environment of its own, since its packages rule out ours, and speaks HTTP to
     a model that is served here.
@@ -216,7 +251,6 @@ def evaluate_with_command(
         task: in the tool's own terms.
         more: further options of the tool.
         out: a new folder that keeps the tool's files; None keeps none.
-        as_json: whether the whole result is printed, as JSON.
         runs_dir: folder of runs.
 
     Raises:
@@ -234,21 +268,21 @@ def evaluate_with_command(
         raise BadUsage("no task", place=f"--with {tool}", remedy="--task TASK")
     if out is not None and out.exists():
         raise BadUsage("is there already", place=str(out), remedy="name a new folder")
-    found = served(what, runs_dir)
+    found = serve.served(what, runs_dir)
     with ExitStack() as up:
         stops = up.enter_context(StopSignals())
         folder = Path(up.enter_context(tempfile.TemporaryDirectory(prefix="runspec-with-")))
-        link_files(found.folder, folder / "tokenizer", only=TOKENIZER_NAMES)
-        port, log = free_port(), folder / "server.log"
-        server = up.enter_context(serving(found, HOST, port, log=log))
-        await_server(server, port, log, stops)
+        serve.link_files(found.folder, folder / "tokenizer", only=TOKENIZER_NAMES)
+        port, log = serve.free_port(), folder / "server.log"
+        server = up.enter_context(serve.serving(found, serve.HOST, port, log=log))
+        serve.await_server(server, port, log, stops)
         if stops():
-            return EXIT_INTERRUPTED
+            return None
         (out := (out or folder / "out").absolute()).mkdir(parents=True)
         asked = Asked(
             # Not resolved: the interpreter of an environment is a link, which says where it is.
             python=python.absolute(),
-            url=f"http://{HOST}:{port}/v1",
+            url=f"http://{serve.HOST}:{port}/v1",
             model=found.names[-1],
             tokenizer=folder / "tokenizer",
             context=found.pool.max_model_len,
@@ -258,12 +292,10 @@ def evaluate_with_command(
         )
         begun = time.monotonic()
         if not run_tool(adapter, asked, server, log, stops):
-            return EXIT_INTERRUPTED
+            return None
         wall_s = round(time.monotonic() - begun, 3)
         measured = adapter.measured(out)
-    results = {name: asdict(each) | {"wall_s": wall_s} for name, each in measured.items()}
-    print_results(results, as_json=as_json)
-    return 0
+    return {name: asdict(each) | {"wall_s": wall_s} for name, each in measured.items()}
 
 
 def run_tool(
@@ -301,11 +333,11 @@ def run_tool(
                 time.sleep(_LOOK_S)
         finally:
             if process.poll() is None:
-                end_group(process)
+                serve.end_group(process)
     if stops():
         return False
     if server.poll() is not None:
-        raise server_failed(f"ended with exit code {server.poll()}", server_log)
+        raise serve.server_failed(f"ended with exit code {server.poll()}", server_log)
     if process.returncode != 0:
         said = "\n".join(last_lines(log, 20))
         raise UserError(

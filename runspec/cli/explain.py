@@ -8,29 +8,25 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
-from typing import get_args
+from typing import Annotated, Literal, get_args
 
 import typer
 
 import runspec.lint.rules  # noqa: F401  (registers them)
 from runspec.core.entry_points import entry_points_of
 from runspec.core.models.hardware import DEVICES, Device
-from runspec.core.spec.field_docs import (
-    block_doc,
-    counted_type,
-    default_words,
-    field_doc,
-    type_words,
-)
+from runspec.core.spec import field_docs
 from runspec.core.spec.fields import CHANGE_CLASSES
 from runspec.core.spec.plugins import MONITOR_GROUP, REWARD_GROUP, SOURCE_GROUP
 from runspec.core.spec.schema import RunSpec
@@ -72,24 +68,17 @@ def kind_paragraphs(point: EntryPoint) -> Iterator[str]:
 
 
 def _docstring(point: EntryPoint) -> str | None:
+    """Return the docstring of what an entry point names, which is not imported for it."""
     top, *inner = point.module.split(".")
-    found = find_spec(top)
-    for folder in (found.submodule_search_locations or []) if found else []:
-        path = Path(folder, *inner)
-        for file in (path.with_suffix(".py"), path / "__init__.py"):
-            if file.is_file():
-                return _class_docstring(file, point.attr)
-    return _class_docstring(Path(found.origin), point.attr) if found and found.origin else None
-
-
-def _class_docstring(file: Path, name: str) -> str | None:
-    try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
+    if (found := find_spec(top)) is None:
         return None
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-            return ast.get_docstring(node)
+    paths = [Path(folder, *inner) for folder in found.submodule_search_locations or []]
+    files = [file for path in paths for file in (path.with_suffix(".py"), path / "__init__.py")]
+    for file in [*files, *([Path(found.origin)] if found.origin else [])]:
+        with suppress(OSError, ValueError, SyntaxError):
+            for node in ast.parse(file.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == point.attr:
+                    return ast.get_docstring(node)
     return None
 
 
@@ -103,11 +92,11 @@ def topics() -> list[str]:
 
 def field_page(field: SchemaField) -> Page:
     """One field: what it is, what it may be, and what changing it does."""
-    lines = [field.path, *_wrapped(field_doc(field), "  "), ""]
-    lines += _labelled("type", type_words(field))
+    lines = [field.path, *_wrapped(field_docs.field_doc(field), "  "), ""]
+    lines += _labelled("type", field_docs.type_words(field))
     if field.unit:
         lines += _labelled("unit", field.unit)
-    lines += _labelled("default", default_words(field) or "that of its keys")
+    lines += _labelled("default", field_docs.default_words(field) or "that of its keys")
     lines += _labelled("change", f"{field.change}: {CHANGE_CLASSES[field.change]}")
     may = "may set it" if field.site else "may not set it"
     below = (f for path, f in schema_fields().items() if path.startswith(f"{field.path}."))
@@ -120,7 +109,9 @@ def field_page(field: SchemaField) -> Page:
 
 def run_page() -> Page:
     """The spec itself: its top keys."""
-    text = f"{block_doc(RunSpec).splitlines()[0]} `runspec explain KEY` says more of each."
+    text = (
+        f"{field_docs.block_doc(RunSpec).splitlines()[0]} `runspec explain KEY` says more of each."
+    )
     return ["Run", *_wrapped(text, "  "), "", *_keys(fields_in(""))]
 
 
@@ -130,8 +121,12 @@ def placement_page() -> Page:
         "One site's part of a run, given with --placement over a spec and its profile: `version`, "
         "`kind: Placement`, a `name` for people, and any of these. It adds no pools."
     )
+    fields = schema_fields()
+    above = {path: path.rpartition(".")[0].removesuffix(".<name>") for path in fields}
     outermost = [
-        path for path, field in schema_fields().items() if field.site and not _parent_is_site(path)
+        path
+        for path in fields
+        if fields[path].site and not (above[path] and fields[above[path]].site)
     ]
     return ["Placement", *_wrapped(text, "  "), "", *(f"  {path}" for path in outermost)]
 
@@ -171,7 +166,7 @@ def rule_page(rule: Rule) -> Page:
     """A rule: what must hold and why, how to accept it, and a file of each kind."""
     runs = {"all": "", "grpo": ", runs of grpo", "supervised": ", runs of pretrain and sft"}
     lines = [f"{rule.code}  ({rule.severity}, group {rule.group}{runs[rule.runs]})"]
-    lines += _joined(_paragraph(paragraph) for paragraph in rule.page.split("\n\n"))
+    lines += _joined(map(_paragraph, rule.page.split("\n\n")))
     if rule.check is not None:  # much of what the loader finds is in the way of everything else
         accept = f'# runspec: ignore[{rule.code}] reason="..."'
         said = "  To accept it where it is said, behind the line or above it:"
@@ -184,17 +179,11 @@ def rule_page(rule: Rule) -> Page:
     return lines
 
 
-def kind_page(of: str, point: EntryPoint) -> Page:
-    """A kind of reward, source or monitor, which a plug-in brings."""
-    paragraphs = (_paragraph(paragraph) for paragraph in kind_paragraphs(point))
-    return [f"{point.name}  (kind of {of})", *_joined(paragraphs)]
-
-
 def index() -> Page:
     """Every topic in a line."""
     fields = schema_fields().values()
     lines = ["fields"]
-    lines += [_row(f.path, field_doc(f), 46) for f in fields]
+    lines += [_row(f.path, field_docs.field_doc(f), 46) for f in fields]
     for group in get_args(Group):
         lines += ["", *group_page(group)]
     for (of, name), point in kinds().items():
@@ -204,18 +193,13 @@ def index() -> Page:
     return [*lines, "", *hardware_page()]
 
 
-def _parent_is_site(path: str) -> bool:
-    parent = path.rpartition(".")[0].removesuffix(".<name>")
-    return bool(parent) and schema_fields()[parent].site
-
-
 def _keys(fields: Iterable[SchemaField]) -> Page:
     lines = ["keys"]
     for field in fields:
-        default = default_words(field) or "that of its keys"
+        default = field_docs.default_words(field) or "that of its keys"
         said = default if field.required else f"default {default}"
-        lines += _wrapped(f"{field.key}: {counted_type(field)}; {said}", "  ", "      ")
-        lines += _wrapped(field_doc(field), "      ")
+        lines += _wrapped(f"{field.key}: {field_docs.counted_type(field)}; {said}", "  ", "      ")
+        lines += _wrapped(field_docs.field_doc(field), "      ")
     return lines
 
 
@@ -260,7 +244,10 @@ def _tera(value: float | None) -> str:
     return "not known" if value is None else f"{value / 1e12:g} TFLOP/s"
 
 
-def explain_command(topic: str | None, list_all: bool) -> int:
+def explain_command(
+    topic: Annotated[str | None, typer.Argument(help="A path of the schema, rule or kind.")] = None,
+    list_all: Annotated[bool, typer.Option("--list", help="Every path, rule and kind.")] = False,
+) -> int:
     """Prints the page of a topic, or all topics; returns the exit code."""
     if list_all:
         _show(index())
@@ -274,6 +261,14 @@ def explain_command(topic: str | None, list_all: bool) -> int:
         return EXIT_USAGE
     for number, page in enumerate(pages):
         _show([*([""] if number else []), *page])
+    return 0
+
+
+def schema_command(
+    draft: Annotated[Literal["07", "2020-12"], typer.Option(help="07 is for editors.")] = "07",
+) -> int:
+    """Prints the JSON Schema; returns the exit code."""
+    print(json.dumps(field_docs.json_schema(draft), indent=2, ensure_ascii=False))
     return 0
 
 
@@ -295,7 +290,11 @@ def find_pages(topic: str) -> list[Page]:
         found.append(device_page(DEVICES[topic]))
     if topic in RULES:
         found.append(rule_page(RULES[topic]))
-    found += [kind_page(of, p) for (of, name), p in kinds().items() if name == topic]
+    found += [
+        [f"{name}  (kind of {of})", *_joined(map(_paragraph, kind_paragraphs(point)))]
+        for (of, name), point in kinds().items()
+        if name == topic
+    ]
     return found
 
 

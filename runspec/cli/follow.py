@@ -1,4 +1,4 @@
-"""`runspec serve --follow`: finds versions that the run publishes, and takes the server to them.
+"""`runspec serve`: serves a version, or finds what the run publishes and takes the server to it.
 
 vLLM's server runs a middleware of ours (`sampler.engine.version_switch`), which holds requests and
 loads weights in place. This process finds versions and checks their files.
@@ -15,20 +15,22 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import WeightsManifest
-from runspec.cli.lifecycle import run_and_version
+from runspec.cli import options
+from runspec.cli.runs import run_and_version
 from runspec.cli.serve import await_end, link_files, served, serving
 from runspec.core.errors import BadUsage, UserError, one_line
 from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode
 from runspec.core.run_files import PROBE_FILE, weights_folder
-from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import StopSignals
 from runspec.local.formatting import reported
 from runspec.local.model_folders import published_version
-from runspec.local.run_dir import find_run
 
 POLL_S = 1.0
 """Seconds between two looks for a new version."""
@@ -149,6 +151,7 @@ class Follower(threading.Thread):
         """Why it ended, unless the server did."""
 
     def run(self) -> None:
+        """Follow; an error is kept for the thread that waits for the server."""
         try:
             self._follow()
         except Exception as error:  # noqa: BLE001 - raised again in the main thread
@@ -207,7 +210,7 @@ class Follower(threading.Thread):
         return reply
 
 
-def follow_command(
+def follow_newest(
     what: str, host: str, port: int, hold_s: float, more: Sequence[str], runs_dir: Path
 ) -> int:
     """Serve the newest version of a run until Ctrl-C or SIGTERM; return 0.
@@ -223,15 +226,13 @@ def follow_command(
         UserError: as `serve_command`, or the server can load a version no more.
     """
     found = served(what, runs_dir)
-    name, version = run_and_version(what)
-    if found.manifest is None or version is not None:
+    if found.manifest is None or len(found.names) == 1:
         raise BadUsage(
             "only the newest version of a run can be followed",
             place=what,
             remedy="name the run, or leave out --follow",
         )
-    run_dir = find_run(name, runs_dir)
-    spec = load_resolved(run_dir)
+    run_dir, spec, _ = run_and_version(what, runs_dir)
     ours, servers = socket.socketpair()
     settings = Settings(servers.fileno(), spec.name, found.manifest.version, hold_s)
     with (
@@ -256,3 +257,31 @@ def follow_command(
             return await_end(server, stops, lambda: follower.error)
         finally:
             follower.end()
+
+
+def serve_command(
+    context: typer.Context,
+    what: Annotated[str, typer.Argument(help="NAME, NAME@VERSION, or a Hugging Face directory.")],
+    host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen at.")] = 8000,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Moves to each new version of the run.")
+    ] = False,
+    hold: Annotated[
+        float,
+        typer.Option("--hold", min=0.1, help="Seconds that requests wait at most before a move."),
+    ] = 60.0,
+    runs_dir: options.RunsDir = options.RUNS,
+) -> int:
+    """Serve until Ctrl-C or SIGTERM; return 0. Further options are those of vLLM's server.
+
+    Raises:
+        UserError: vLLM is not installed, the files are not what was published, or the server ended
+            by itself.
+    """
+    if follow:
+        return follow_newest(what, host, port, hold, context.args, runs_dir)
+    found = served(what, runs_dir)
+    with serving(found, host, port, context.args) as server, StopSignals() as stops:
+        print(f"{' and '.join(found.names)} at http://{host}:{port}/v1", flush=True)
+        return await_end(server, stops)

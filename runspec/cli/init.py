@@ -12,11 +12,11 @@ from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
+import typer
 from pydantic import TypeAdapter, ValidationError
 
-from runspec.cli.output import TemplateName
 from runspec.core.errors import UserError, bad_usage
 from runspec.core.files import expand_user, temporary_name
 from runspec.core.models.family import load_config, named_config
@@ -29,6 +29,9 @@ from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.local.machine import find_model, gpu_names
 from runspec.lock.cache import is_repository
 
+TemplateName = Literal[
+    "laptop", "problems", "sums", "model", "node-8gpu", "tpu-and-volunteers", "pretrain", "sft"
+]
 SPEC, SECOND_SPEC, SCHEMA = "spec.yaml", "rl.yaml", "runspec.schema.json"
 PROBLEMS, CONVERSATIONS = "problems.jsonl", "conversations.jsonl"
 # For JetBrains' editors and for those with yaml-language-server; the first wants its line first.
@@ -53,7 +56,21 @@ _NOT_PINNED = (
 
 @bad_usage()
 def init_command(
-    folder: Path, template: TemplateName, name: str | None, model: str | None, force: bool
+    folder: Annotated[Path, typer.Argument(help="Where the files go.")] = Path(),
+    template: Annotated[
+        TemplateName,
+        typer.Option("--template", "-t", metavar="NAME", help=", ".join(get_args(TemplateName))),
+    ] = "laptop",
+    name: Annotated[
+        str | None, typer.Option("--name", help="Of the run.", show_default="the folder's name")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="MODEL", help="DIR or ORG/NAME, of model, sft and node-8gpu."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Writes over files.")] = False,
 ) -> int:
     """Writes the files; returns the exit code."""
     files = initial_files(template, run_name(folder, name), model)
@@ -277,10 +294,7 @@ def _problem(a: int, b: int, prompt: str) -> dict[str, Any]:
 
 def _talk(prompt: str, answer: str) -> dict[str, Any]:
     return {
-        "messages": [
-            {"role": "user", "content": prompt},
-            {"role": "assistant", "content": answer},
-        ]
+        "messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     }
 
 

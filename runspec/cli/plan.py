@@ -1,26 +1,44 @@
-"""`runspec plan`: what applying a spec would change, what the run needs, how long a step takes."""
+"""`runspec plan` and `diff`: what applying a spec would change, and what its run needs.
+
+Of a calibration profile `diff` shows the identity (who was measured, until when), not the tables.
+"""
 
 from __future__ import annotations
 
+import difflib
 import json
 import shlex
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+import yaml
 from rich.console import Console
 from rich.text import Text
 
+from runspec.cli import options
+from runspec.cli.checks import located, sound_spec
 from runspec.cli.estimate_view import show_estimate
-from runspec.cli.output import words_of
-from runspec.cli.spec_files import sound_spec
-from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig
+from runspec.core.canonical import digest_bytes
+from runspec.core.errors import UserError, bad_usage
 from runspec.core.models.family import model_config
+from runspec.core.signed import BadSignature
 from runspec.core.spec.fields import CHANGE_CLASSES
-from runspec.core.spec.load import SpecFiles, spec_digest
+from runspec.core.spec.findings import format_finding
+from runspec.core.spec.load import (
+    FILE_NAME,
+    SpecFiles,
+    dump_resolved,
+    load_layers,
+    load_resolved,
+    parse_resolved,
+    spec_digest,
+)
 from runspec.core.spec.role_names import island_names
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import LOCAL
@@ -31,7 +49,15 @@ from runspec.local.run_dir import run_directory
 from runspec.local.site import ANY_MACHINE, BUNDLES, Disk, groups_of
 from runspec.local.supervisor import readers_names
 from runspec.plan.aot import AotReport, compile_step
-from runspec.plan.changes import LIVE, Change, of_class, roles_to_restart, severest, shown
+from runspec.plan.changes import (
+    LIVE,
+    Change,
+    difference,
+    of_class,
+    roles_to_restart,
+    severest,
+    shown,
+)
 from runspec.plan.estimate import RunEstimate, estimate_run
 from runspec.plan.saved import SavedPlan, save_plan
 
@@ -47,19 +73,33 @@ SITE = PurePath("SITE")
 
 
 def plan_command(
-    files: SpecFiles,
-    out: Path | None,
-    as_json: bool,
-    exit_code: bool,
-    aot: bool,
-    runs_dir: Path | None,
+    file: options.File,
+    profile: options.Profile = None,
+    placement: options.Placement = None,
+    overrides: options.Overrides = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Saves it for apply.")] = None,
+    as_json: options.Json = False,
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="Exits 6 where there are changes.")
+    ] = False,
+    aot: Annotated[
+        bool, typer.Option("--aot", help="Compiles the learner's step for its chips.")
+    ] = False,
+    runs_dir: options.SpecRunsDir = None,
 ) -> int:
     """Prints the plan, and saves it where asked; returns the exit code."""
+    files = options.files_named(file, profile, placement, overrides)
     spec = sound_spec(files)
     plan = make_plan(spec, run_directory(spec, runs_dir))
     config = model_config(spec, files.path.parent)
     estimate = estimate_run(spec, config)
-    compiled = _compile(spec, config) if aot else None
+    if aot and config is None:
+        raise UserError(
+            f"the shape of {spec.model.hf} is not known here, so its step cannot be compiled",
+            place="model.hf",
+            remedy="name a local directory with its config.json",
+        )
+    compiled = compile_step(spec, config) if aot and config is not None else None
     groups = role_groups(spec, files, runs_dir)
     if as_json:
         print(json.dumps(plan_json(plan, estimate, groups, compiled), indent=2))
@@ -73,13 +113,17 @@ def plan_command(
         console.print("\nWhere it runs")
         for line in where_lines(spec, groups, files):
             console.print(line, markup=False, soft_wrap=True)
-        show_lacking(plan, console)
+        if plan.lacking:  # which may not matter: the spec may well be for another machine
+            console.print("\nThis machine lacks:")
+        for item in plan.lacking:
+            remedy = f" ({item.remedy})" if item.remedy else ""
+            console.print(f"  {item.path}: {item.thing}{remedy}", markup=False, soft_wrap=True)
     if compiled is not None and compiled.fits is False:
         raise does_not_fit(compiled)
     if out is not None:
         _save(out, plan)
         if not as_json:
-            command = shlex.join(["runspec", "apply", *words_of(SpecFiles(out), runs_dir)])
+            command = shlex.join(["runspec", "apply", *options.words_of(SpecFiles(out), runs_dir)])
             print(f"\nSaved. To apply exactly this: {command}")
     return EXIT_CHANGES if exit_code and plan.changes else 0
 
@@ -137,16 +181,8 @@ def show_limits(spec: RunSpec, console: Console) -> None:
             console.print(f"  {pool}: {source}", markup=False, soft_wrap=True)
 
 
-def show_lacking(plan: RunPlan, console: Console) -> None:
-    """Notes on what this machine has not; the spec may well be for another."""
-    if plan.lacking:
-        console.print("\nThis machine lacks:")
-        for item in plan.lacking:
-            remedy = f" ({item.remedy})" if item.remedy else ""
-            console.print(f"  {item.path}: {item.thing}{remedy}", markup=False, soft_wrap=True)
-
-
 def _headline(plan: RunPlan) -> str:
+    """Return what the plan is for, and how many changes it has."""
     name, count = plan.spec.name, len(plan.changes)
     if plan.new:
         return f"{name} is new: {plan.spec.steps} steps, to lie in {plan.run_dir}"
@@ -172,14 +208,12 @@ def _effect(plan: RunPlan, changes: Sequence[Change], meaning: str) -> str:
 
 
 def _line(change: Change) -> Text:
+    """Return a change as one line, coloured by its kind."""
     mark, style = _MARKS[change.kind]
-    reason = f" ({change.reason})" if change.reason else ""
-    return Text(f"  {mark} {change.path}: {_values(change)}{reason}", style=style)
-
-
-def _values(change: Change) -> str:
     before, after = shown(change.before), shown(change.after)
-    return {"add": after, "remove": before, "change": f"{before} -> {after}"}[change.kind]
+    values = {"add": after, "remove": before, "change": f"{before} -> {after}"}[change.kind]
+    reason = f" ({change.reason})" if change.reason else ""
+    return Text(f"  {mark} {change.path}: {values}{reason}", style=style)
 
 
 def show_compiled(report: AotReport) -> None:
@@ -194,16 +228,6 @@ def show_compiled(report: AotReport) -> None:
     ):
         print(f"  {name}: {_size(count)}")
     print(f"  FLOPs by XLA, the body of a loop once: {report.flops:.3g}")
-
-
-def _compile(spec: RunSpec, config: ModelConfig | None) -> AotReport:
-    if config is None:
-        raise UserError(
-            f"the shape of {spec.model.hf} is not known here, so its step cannot be compiled",
-            place="model.hf",
-            remedy="name a local directory with its config.json",
-        )
-    return compile_step(spec, config)
 
 
 def does_not_fit(report: AotReport) -> UserError:
@@ -243,7 +267,7 @@ def role_groups(spec: RunSpec, files: SpecFiles, runs_dir: Path | None) -> list[
     that command, else one for each process.
     """
     named, groups = spec.placement.roles, []
-    apply = ["runspec", "apply", *words_of(files, runs_dir)]
+    apply = ["runspec", "apply", *options.words_of(files, runs_dir)]
     for group in groups_of(spec):
         here = (
             named is None or spec.placement.backend != LOCAL or group.name in (TRUNK_GROUP, *named)
@@ -278,7 +302,9 @@ def where_lines(spec: RunSpec, groups: list[dict[str, Any]], files: SpecFiles) -
         yield f"  others: {_what(group)}"
         yield f"    {group['commands'][0]}{more}"
     if away:
-        prepare = shlex.join(["runspec", "prepare", *words_of(files, None), "-o", str(SITE)])
+        prepare = shlex.join(
+            ["runspec", "prepare", *options.words_of(files, None), "-o", str(SITE)]
+        )
         end = ";" if spec.samplers else ""
         yield f"  bundles come from `{prepare}`, whose trunk then takes the place of `apply`{end}"
         if spec.samplers:
@@ -289,3 +315,83 @@ def _what(group: dict[str, Any]) -> str:
     """The group's name, and the accelerators of a process where it has some."""
     where = "" if group["machine"] == ANY_MACHINE else f" ({group['machine']})"
     return f"{group['name']}{where}"
+
+
+EXIT_SAME, EXIT_DIFFERENT = 0, 1
+_STYLES = {"+": "green", "-": "red", "@": "cyan"}
+
+
+@bad_usage()
+def diff_command(
+    file: options.File,
+    profile: options.Profile = None,
+    placement: options.Placement = None,
+    overrides: options.Overrides = None,
+    runs_dir: options.SpecRunsDir = None,
+) -> int:
+    """Prints the difference as `diff -u` does; returns the exit code."""
+    files = options.files_named(file, profile, placement, overrides)
+    layered = load_layers(files)
+    if layered.spec is None:
+        found = "\n".join(format_finding(finding) for finding in layered.findings)
+        raise UserError(f"no spec to compare:\n{found}", place=str(files.path))
+    run_dir = run_directory(layered.spec, runs_dir)
+    known = (run_dir / FILE_NAME).exists()
+    old = load_resolved(run_dir) if known else None
+    new = located(layered.spec, files.path.parent)
+    before = _lines(old) if old else []
+    there = str(run_dir / FILE_NAME) if known else "/dev/null"
+    after = _lines(new)
+    lines = list(difflib.unified_diff(before, after, there, str(files.path)))
+    console = Console(highlight=False)
+    for line in lines:
+        # Titles look like added and removed lines: they are told by their place.
+        style = "bold" if line in lines[:2] else _STYLES.get(line[0], "")
+        console.print(Text(line.rstrip("\n"), style=style), soft_wrap=True)
+    if old and of_class(difference(old, new), "newrun") and takes_any_change(run_dir):
+        print(STARTS_ANEW, file=sys.stderr)  # no line of the difference
+    return EXIT_DIFFERENT if lines else EXIT_SAME
+
+
+def _lines(spec: RunSpec) -> list[str]:
+    """The resolved spec as YAML, every default written out; of profiles, which they are."""
+    # Through the form on disk, in which free maps are sorted: their order means nothing.
+    on_disk = parse_resolved(dump_resolved(spec), place=FILE_NAME)
+    tree = on_disk.model_dump(mode="json", by_alias=True)
+    for profile in tree["verify"]["profiles"]:
+        if profile["document"]:
+            profile["document"] = profile_identity(profile["document"])
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).splitlines(keepends=True)
+
+
+def profile_identity(document: str) -> dict[str, str | float]:
+    """Identify a profile without trusting it: a validator checks its signature.
+
+    Args:
+        document: signed, or what was taken for it.
+
+    Returns:
+        digest (BLAKE3 of the document) and, where it is a profile, pool, validators, issued,
+        expires (days, UTC), rate of false rejections a rollout; else unreadable, which says why.
+    """
+    from verify.profile import open_profile
+
+    data = document.encode("utf-8", "replace")
+    digest = digest_bytes(data)
+    try:
+        profile = open_profile(data, root_public_key=None, dated=False)
+    except BadSignature as error:
+        return {"digest": digest, "unreadable": str(error)}
+    sampler, validator = profile.sampler, profile.validator
+    return {
+        "digest": digest,
+        "pool": f"{sampler.engine}, {sampler.precision}, {sampler.hardware}",
+        "validators": f"{validator.engine}, {validator.precision}, {validator.hardware}",
+        "issued": _day(profile.issued),
+        "expires": _day(profile.expires),
+        "rate": profile.rate,
+    }
+
+
+def _day(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).date().isoformat()

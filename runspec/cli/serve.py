@@ -1,8 +1,12 @@
-"""`runspec serve`: vLLM's own OpenAI-compatible server on a published version, or on any model."""
+"""vLLM's OpenAI-compatible server on a run's version, or on any model; and `runspec chat`.
+
+`chat` talks to such a server in the terminal, with the thinking shown dim.
+"""
 
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import shutil
 import signal
@@ -16,21 +20,24 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Annotated, Any
+
+import typer
 
 from broadcast.manifest import WeightsManifest
-from runspec.cli.lifecycle import run_and_version
+from runspec.cli import options
+from runspec.cli.runs import run_and_version
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
 from runspec.core.models.config import TOKENIZER_NAMES
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import CPU_BLOCK_TOKENS, MAX_SEQUENCES, cpu_kv_bytes
-from runspec.core.spec.load import load_resolved
+from runspec.core.prompt_messages import prompt_messages
 from runspec.core.spec.role_names import evaluator_pool
 from runspec.core.spec.schema import RunSpec, SamplerPool
-from runspec.local.backend import StopSignals, last_lines
+from runspec.local.backend import last_lines
 from runspec.local.machine import module_is_installed, vllm_environment
 from runspec.local.model_folders import published_version
-from runspec.local.run_dir import find_run
 
 SERVER = "vllm.entrypoints.openai.api_server"
 _ONE_RANK = "sampler.engine.worker_extension.OneRank"
@@ -72,9 +79,7 @@ def served(what: str, runs_dir: Path) -> Served:
     if (folder / "config.json").is_file():
         pool = bare_pool(load_config(folder).max_position_embeddings)
         return Served(folder.absolute(), None, (folder.absolute().name,), None, pool)
-    name, version = run_and_version(what)
-    run_dir = find_run(name, runs_dir)
-    spec = load_resolved(run_dir)
+    run_dir, spec, version = run_and_version(what, runs_dir)
     found = published_version(run_dir, spec, version)
     fixed = f"{spec.name}@v{found.manifest.version}"
     names = (spec.name, fixed) if version is None else (fixed,)
@@ -107,25 +112,6 @@ def _options(pool: SamplerPool, folder: Path) -> tuple[str, ...]:
         if pool.parallel.tensor == 1:  # half the memory: no process beside the engine core
             options += ["--distributed-executor-backend", _ONE_RANK]
     return tuple(options)
-
-
-def serve_command(what: str, host: str, port: int, more: Sequence[str], runs_dir: Path) -> int:
-    """Serve until Ctrl-C or SIGTERM; return 0.
-
-    Args:
-        what: as for `served`.
-        host, port: where to listen.
-        more: further options of vLLM's server.
-        runs_dir: folder of runs.
-
-    Raises:
-        UserError: vLLM is not installed, the files are not what was published, or the server ended
-            by itself.
-    """
-    found = served(what, runs_dir)
-    with serving(found, host, port, more) as server, StopSignals() as stops:
-        print(f"{' and '.join(found.names)} at http://{host}:{port}/v1", flush=True)
-        return await_end(server, stops)
 
 
 def await_end(
@@ -231,10 +217,7 @@ def free_port() -> int:
 
 
 def await_server(
-    server: subprocess.Popen[bytes],
-    port: int,
-    log: Path,
-    stops: Callable[[], int] = lambda: 0,
+    server: subprocess.Popen[bytes], port: int, log: Path, stops: Callable[[], int] = lambda: 0
 ) -> None:
     """Wait until a server answers, or `stops` says that it is not needed.
 
@@ -285,3 +268,131 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
             return
         except subprocess.TimeoutExpired:
             continue
+
+
+THINK_END = "</think>"
+ANSWER_S = 600.0
+_DIM, _PLAIN = "\033[2m", "\033[0m"
+
+
+def chat_command(
+    what: Annotated[str, typer.Argument(help="NAME, NAME@VERSION, or a Hugging Face directory.")],
+    target: Annotated[
+        int | None, typer.Option("--target", min=1, help="Tokens to think for.")
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option("--compare", help="Another version, which answers too.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=1, help="Longest answer.")
+    ] = None,
+    runs_dir: options.RunsDir = options.RUNS,
+) -> int:
+    """Ask for questions and answer them until the input ends; return 0.
+
+    The target is asked for in the run's own words.
+
+    Raises:
+        UserError: a version cannot be served.
+    """
+    names = [what, *([compare] if compare is not None else [])]
+    speakers = [(served(name, runs_dir), free_port()) for name in names]
+    with tempfile.TemporaryDirectory(prefix="runspec-chat-") as folder, ExitStack() as up:
+        for number, (found, port) in enumerate(speakers):
+            print(f"loading {found.names[-1]}", file=sys.stderr)
+            log = Path(folder) / f"{number}.log"
+            await_server(up.enter_context(serving(found, HOST, port, log=log)), port, log)
+        _talk(speakers, target, max_tokens)
+    return 0
+
+
+def _talk(
+    speakers: Sequence[tuple[Served, int]], target: int | None, max_tokens: int | None
+) -> None:
+    """Answer line after line by models at ports; every question stands alone, as in training."""
+    terminal = sys.stdout.isatty()
+    for question in _questions():
+        for found, port in speakers:
+            if len(speakers) > 1:
+                print(f"[{found.names[-1]}]")
+            data = None if found.spec is None else found.spec.data
+            messages: list[Any] = [{"role": "user", "content": question}]
+            if data is not None:
+                messages = prompt_messages(data, question, target)
+            thinks = data is None or data.thinking != "none"
+            pieces = _pieces(found, port, {"messages": messages}, max_tokens)
+            tokens = print_reply(pieces, dim=terminal and thinks)
+            asked = "" if target is None else f", {target} were asked for"
+            print(f"\n({tokens} tokens{asked})\n")
+
+
+def _questions() -> Iterator[str]:
+    while True:
+        try:
+            question = input("> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if question:
+            yield question
+
+
+def print_reply(pieces: Iterator[tuple[str, int]], *, dim: bool) -> int:
+    """Print an answer as it comes, and return its tokens.
+
+    The thinking is dim, and what cannot be printed is `?`.
+
+    Args:
+        pieces: text, and the number of tokens so far.
+        dim: whether the terminal shows colours.
+    """
+    text, count, thinking = "", 0, True
+    if dim:
+        sys.stdout.write(_DIM)
+    for piece, tokens in pieces:
+        text, count = text + piece, max(count, tokens)
+        shown = "".join(c if c.isprintable() or c == "\n" else "?" for c in piece)
+        if dim and thinking and THINK_END in text:
+            before, _, after = shown.partition(">")
+            shown, thinking = f"{before}>{_PLAIN}{after}", False
+        sys.stdout.write(shown)
+        sys.stdout.flush()
+    if dim:
+        sys.stdout.write(_PLAIN)
+    return count
+
+
+def _pieces(
+    found: Served, port: int, body: dict[str, Any], max_tokens: int | None
+) -> Iterator[tuple[str, int]]:
+    """Yield the pieces of an answer, from the server's events.
+
+    Raises:
+        UserError: the server refuses, or ends the answer early.
+    """
+    body = {**body, "model": found.names[0], "stream": True, "skip_special_tokens": False}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    if max_tokens is not None:
+        body["max_tokens"] = max_tokens
+    connection = http.client.HTTPConnection(HOST, port, timeout=ANSWER_S)
+    with closing(connection):
+        try:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+            answer = connection.getresponse()
+            if answer.status != 200:
+                raise _refused(found, answer.read(2000).decode(errors="replace"))
+            for line in answer:
+                if line.startswith(b"data: ") and (data := line[6:].strip()) != b"[DONE]":
+                    event = json.loads(data)
+                    tokens = (event.get("usage") or {}).get("completion_tokens", 0)
+                    for choice in event["choices"]:
+                        yield choice["delta"].get("content") or "", tokens
+        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+            raise _refused(found, repr(error)) from error
+
+
+def _refused(found: Served, why: str) -> UserError:
+    return UserError(
+        f"no answer: {why[:500]}", place=found.names[-1], remedy="ask something shorter"
+    )

@@ -5,16 +5,18 @@ from __future__ import annotations
 import html
 import json
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runspec.cli.spec_files import sound_spec
+from runspec.cli import options
+from runspec.cli.checks import sound_spec
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.models.family import model_config
-from runspec.core.spec.load import SpecFiles
 from runspec.local.formatting import duration, number
 from runspec.local.machine import module_is_installed
 from runspec.local.plots import Curve, Figure, draw
@@ -24,9 +26,21 @@ from runspec.simulate.run import simulate
 
 
 def simulate_command(
-    files: SpecFiles, swarm: Path | None, seed: int, as_json: bool, plot: Path | None
+    file: options.File,
+    profile: options.Profile = None,
+    placement: options.Placement = None,
+    overrides: options.Overrides = None,
+    swarm: Annotated[
+        Path | None, typer.Option("--swarm", help="Who works, comes, goes and attacks.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of all that is drawn.")] = 0,
+    as_json: options.Json = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Writes an HTML page with plots.")
+    ] = None,
 ) -> int:
     """Prints what a run with a population comes to; returns 1 where it stalls."""
+    files = options.files_named(file, profile, placement, overrides)
     if plot is not None and not module_is_installed("matplotlib"):
         raise UserError(
             "matplotlib is not installed",
@@ -66,7 +80,13 @@ def show_result(name: str, result: Result, console: Console) -> None:
     waits = sorted(result.waits.items(), key=lambda item: -item[1])
     waited = (f"{what} {_share(seconds / result.seconds)}" for what, seconds in waits)
     _say(console, f"the next step to close waits for: {', '.join(waited)}")
-    console.print(_groups(result))
+    columns = (">accepted", ">rejected", ">withheld", ">trained", ">wasted", ">idle")
+    table = options.plain_table("workers", "", "strategy", *columns)
+    for group in result.groups:
+        counts = [group.accepted, group.rejected, group.withheld, group.trained, group.wasted]
+        shown = (f"{count:,}" for count in counts)
+        table.add_row(group.name, f"{group.workers}", group.strategy, *shown, _share(group.idle))
+    console.print(table)
     if result.sanctions:
         console.print("\nQuarantines and bans")
         console.print(_sanctions(result))
@@ -95,25 +115,13 @@ def page(name: str, result: Result) -> str:
     return f"{head}<h1>{title}</h1>\n{drawn}\n"
 
 
-def _groups(result: Result) -> Table:
-    columns = ("accepted", "rejected", "withheld", "trained", "wasted", "idle")
-    table = Table("workers", "", "strategy", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="right")
-    for group in result.groups:
-        counts = [group.accepted, group.rejected, group.withheld, group.trained, group.wasted]
-        shown = (f"{count:,}" for count in counts)
-        table.add_row(group.name, f"{group.workers}", group.strategy, *shown, _share(group.idle))
-    return table
-
-
 def _sanctions(result: Result) -> Table:
     """How many workers of a group met what, from when to when."""
     found: dict[tuple[str, str, str], list[float]] = {}
     for sanction in result.sanctions:
         group, why = sanction.worker.rpartition("-")[0], sanction.reason.partition(":")[0]
         found.setdefault((group, sanction.what, why), []).append(sanction.at)
-    table = Table("workers", "", "", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = options.plain_table("workers", "", "")
     for (group, what, why), times in found.items():
         span = f"{duration(times[0])} to {duration(times[-1])}"
         table.add_row(group, f"{len(times)} x {what}", f"{span}{f' ({why})' if why else ''}")

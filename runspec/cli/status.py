@@ -5,42 +5,35 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from broadcast.layout import manifest_name
 from broadcast.manifest import MAX_BYTES
-from runspec.cli.logs import event_line
-from runspec.cli.view import clock, latency_line, left_text, plain_table, role_table, step_line
+from runspec.cli import options
 from runspec.core.canonical import digest_bytes
 from runspec.core.files import read_bounded
 from runspec.core.spec.load import spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.inputs import hourly_price
+from runspec.local import metrics
+from runspec.local.diagnosis import newest, result_line, summarise_evaluations
 from runspec.local.endpoints import run_link
-from runspec.local.evaluations import newest, result_line, summarise_evaluations
-from runspec.local.formatting import (
-    duration,
-    island_figures,
-    island_pairs,
-    latency,
-    missing_text,
-    number,
-    per_second,
-    size,
-)
+from runspec.local.formatting import duration, latency, number, per_second, share, size
 from runspec.local.machine import free_bytes
-from runspec.local.metrics import Row, input_wait_share, last_known
+from runspec.local.metrics import Row
 from runspec.local.model_folders import folder_bytes, full_states, trained_model
 from runspec.local.run_dir import find_run
 from runspec.local.run_view import Condition, RunView, budget_limits, look_at
-from runspec.local.state import RunState
+from runspec.local.state import EventRow, RoleRow, RunState
 
 EVENTS = 20
 WATCH_S = 2.0
@@ -49,15 +42,15 @@ _CLEAR = "\033[H\033[2J"
 _FOLDERS = ("checkpoints", "weights", "store", "rollouts", "work", "logs")
 
 
-def status_command(run: str, as_json: bool, runs_dir: Path, *, watch: bool = False) -> int:
-    """Prints the status; returns the exit code.
-
-    Args:
-        run: name of the run.
-        as_json: for programs.
-        runs_dir: folder of runs.
-        watch: prints it again and again until the run is not alive any more.
-    """
+def status_command(
+    run: options.Run,
+    as_json: options.Json = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Says it every two seconds while the run is alive.")
+    ] = False,
+    runs_dir: options.RunsDir = options.RUNS,
+) -> int:
+    """Prints the status; returns the exit code."""
     run_dir = find_run(run, runs_dir)
     if as_json:
         print(json.dumps(read_status(run_dir), indent=2))
@@ -95,7 +88,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         "wall_s": round(seen.wall_s, 3),
         "newest": seen.newest or None,
         "training": training_figures(seen.rows) if seen.spec.supervised is not None else None,
-        "islands": island_figures(seen.newest),
+        "islands": metrics.island_figures(seen.newest),
         "published": seen.published,
         "evaluations": summarise_evaluations(seen.results),
         "diagnosis": [asdict(cause) for cause in seen.causes],
@@ -115,9 +108,9 @@ def training_figures(rows: Sequence[Row]) -> dict[str, float | None]:
     the share of the newest step's time that the learner waited for its input.
     """
     return {
-        "held_out_nll": last_known(rows, "held_out_nll"),
-        "held_out_bits_per_byte": last_known(rows, "held_out_bits_per_byte"),
-        "input_wait_share": input_wait_share(rows[-1]) if rows else None,
+        "held_out_nll": metrics.last_known(rows, "held_out_nll"),
+        "held_out_bits_per_byte": metrics.last_known(rows, "held_out_bits_per_byte"),
+        "input_wait_share": metrics.input_wait_share(rows[-1]) if rows else None,
     }
 
 
@@ -134,7 +127,7 @@ def _show(seen: RunView) -> None:
             print(f"version {seen.published} is published")
         if waited := latency_line(seen.newest):
             print(waited)
-        for name, text in island_pairs(seen.newest):
+        for name, text in metrics.island_pairs(seen.newest):
             print(f"{name}: {text}")
     for name, result in newest(seen.results).items():
         print(f"{name}, {result_line(result)}")
@@ -168,14 +161,93 @@ def headline(seen: RunView) -> str:
     return f"{seen.spec.name}: {seen.state}{reason}, up for {duration(seen.wall_s)}"
 
 
+def event_line(event: EventRow) -> str:
+    """One event, for people."""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
+    return f"{at}  {event.role}: {event.text}"
+
+
 def condition_table(shown: Sequence[Condition]) -> Table:
-    table = plain_table("condition", "status", "reason", "since", "message")
+    table = options.plain_table("condition", "status", "reason", "since", "message")
     for each in shown:
         table.add_row(each.type, each.status, each.reason, clock(each.since), each.message)
     return table
 
 
-def describe_command(run: str, runs_dir: Path) -> int:
+_COLOURS = {
+    "running": "green",
+    "starting": "cyan",
+    "renewing": "cyan",
+    "backoff": "yellow",
+    "failed": "red",
+    "finished": "blue",
+    "waiting": "bright_black",
+    "ended": "bright_black",
+}
+
+
+def step_line(rows: Sequence[Row], steps: int) -> str:
+    """One line on the newest step; `rows` are not empty."""
+    row = rows[-1]
+    commit = metrics.commit_text(row)
+    islands = f"  {commit}" if commit else ""
+    if metrics.is_supervised(row):
+        nll = number(metrics.last_known(rows, "held_out_nll"))
+        bits = number(metrics.last_known(rows, "held_out_bits_per_byte"))
+        waited = f"waited for input {share(metrics.input_wait_share(row))}"
+        if metrics.island_figures(row) is not None:
+            whom = row.get("waited_for") or "islands"
+            waited = f"waited {share(metrics.wait_share(row))}, most for the {whom}"
+        return (
+            f"step {row['step'] + 1}/{steps}  loss {number(row.get('loss'))}  "
+            f"held out {nll} ({bits} bits a byte)  {per_second(metrics.tokens_per_s(row))} tok/s  "
+            f"MFU {share(row.get('mfu'))}  {waited}{islands}"
+        )
+    return (
+        f"step {row['step'] + 1}/{steps}  task {number(row.get('task_reward'))}  "
+        f"reward {number(row.get('reward'))}  length error {number(row.get('length_error'))}  "
+        f"lag {number(row.get('lag_mean'), 2)}  {per_second(row.get('sampler_tokens_per_s'))} tok/s"
+        f"{islands}"
+    )
+
+
+def latency_line(row: Row) -> str:
+    """How long submissions waited of late; empty where a step's row does not say."""
+    if row.get("verdict_latency_p50") is None:
+        return ""
+    verdict, manifest = (
+        "{} (p99 {})".format(*latency(row, name)) for name in ("verdict", "manifest")
+    )
+    return f"from a submission to its verdict {verdict}, to the batch that trains it {manifest}"
+
+
+def left_text(rows: Sequence[Row], steps: int) -> str:
+    """Return about how long the run will go on; empty where that is not known, or it is over."""
+    left = metrics.time_left_s(rows, steps)
+    return f"about {duration(left)} left" if left else ""
+
+
+def role_table(roles: Sequence[RoleRow], stages: Mapping[str, str] | None = None) -> Table:
+    """The roles, with what those are at that are at a long stage, by name."""
+    table = options.plain_table("role", "state", "restarts", "process", "since")
+    for role in roles:
+        state, process = Text(role.state, style=_COLOURS[role.state]), str(role.pid or "")
+        if stages and role.name in stages:
+            state.append(f", {stages[role.name]}", style="cyan")
+        table.add_row(role.name, state, str(role.restarts), process, clock(role.since))
+    return table
+
+
+def clock(at: float | None) -> str:
+    """The time of day, with the date where that is not today."""
+    if at is None:
+        return ""
+    then = time.localtime(at)
+    today = time.localtime()[:3] == then[:3]
+    return time.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M", then)
+
+
+def describe_command(run: options.Run, runs_dir: options.RunsDir = options.RUNS) -> int:
     """Prints the sections; returns the exit code."""
     seen = look_at(find_run(run, runs_dir), events=None)
     with closing(RunState(seen.directory)) as state:
@@ -218,7 +290,7 @@ def describe_command(run: str, runs_dir: Path) -> int:
     _section("Newest step", _figures(seen))
     if seen.spec.learner.islands is not None:
         waits = _missing_islands(seen) or "for nobody"
-        _section("Islands", [*island_pairs(seen.newest), ("waits", waits)])
+        _section("Islands", [*metrics.island_pairs(seen.newest), ("waits", waits)])
     _lines("Events", [event_line(event) for event in seen.events[-EVENTS:]])
     return 0
 
@@ -283,7 +355,9 @@ def _budget(seen: RunView) -> Iterator[tuple[str, str]]:
 
 def _missing_islands(seen: RunView) -> str:
     """Return for which islands the others wait now, by the coordinator; empty if for none."""
-    return missing_text(seen.coordinator.get("islands")) if seen.spec.learner.islands else ""
+    return (
+        metrics.missing_text(seen.coordinator.get("islands")) if seen.spec.learner.islands else ""
+    )
 
 
 def _figures(seen: RunView) -> Iterator[tuple[str, str]]:

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from runspec.cli.view import plain_table
+from runspec.cli import options
 from runspec.core.address import parse_join_link
 from runspec.core.canonical import MalformedJson, canonical_json, is_digest, parse_object
 from runspec.core.errors import UserError, one_line
@@ -29,6 +30,8 @@ from runspec.local.formatting import reported
 from runspec.local.identity import load_roles
 from runspec.local.run_dir import find_run, hold, holder
 
+Key = Annotated[str, typer.Argument(metavar="KEY", help="A public key, or how it begins.")]
+Reason = Annotated[str, typer.Option("--reason", help="Why; the key's holder is told.")]
 REQUEST_TIMEOUT_S = 10.0
 _MAX_PAGE_BYTES = 4 * 1024 * 1024
 _MAX_REASON = 1000
@@ -141,7 +144,9 @@ def coordinator_of(run: str, runs_dir: Path) -> CoordinatorAccess:
     )
 
 
-def workers_command(run: str, as_json: bool, runs_dir: Path) -> int:
+def workers_command(
+    run: options.Run, as_json: options.Json = False, runs_dir: options.RunsDir = options.RUNS
+) -> int:
     """Lists the workers, those with the most credit first; returns the exit code."""
     coordinator = coordinator_of(run, runs_dir)
     rows = worker_rows(coordinator.entries("workers"), coordinator.entries("banned"))
@@ -179,7 +184,7 @@ def worker_rows(
 
 def worker_table(rows: list[dict[str, Any]]) -> Table:
     """Return the rows of `worker_rows` as a table."""
-    table = plain_table(
+    table = options.plain_table(
         *("key", "pool", "standing", "reputation", "recomputed", "credits"),
         *("accepted", "rejected", "withheld", "alive", "reason"),
     )
@@ -193,14 +198,18 @@ def worker_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def ban_command(run: str, key: str, reason: str, runs_dir: Path) -> int:
+def ban_command(
+    run: options.Run, key: Key, reason: Reason, runs_dir: options.RunsDir = options.RUNS
+) -> int:
     """Bans a key; returns the exit code."""
     whole = _order("ban", run, key, reason, runs_dir)
     print(f"{whole} is banned: its requests are refused, and its open leases are over")
     return 0
 
 
-def unban_command(run: str, key: str, reason: str, runs_dir: Path) -> int:
+def unban_command(
+    run: options.Run, key: Key, reason: Reason, runs_dir: options.RunsDir = options.RUNS
+) -> int:
     """Lifts a ban; returns the exit code."""
     whole = _order("unban", run, key, reason, runs_dir)
     print(f"{whole} may work again; all its work is recomputed until enough was accepted")
@@ -234,8 +243,44 @@ class Made:
     expires: float
 
 
-def invite_command(run: str, pool: str | None, uses: int, valid_s: float, runs_dir: Path) -> int:
-    """Prints the link; returns the exit code. The run need not be alive."""
+def invite_command(
+    run: options.Run,
+    pool: Annotated[
+        str | None, typer.Option("--pool", help="For one pool only.", show_default="any")
+    ] = None,
+    uses: Annotated[
+        int, typer.Option("--uses", min=1, max=1_000_000, help="Keys that may come with it.")
+    ] = 1,
+    expires: Annotated[
+        float,
+        typer.Option(
+            parser=options.duration, metavar="TIME", help="For how long.", show_default="7d"
+        ),
+    ] = 7 * 86400.0,
+    listed: Annotated[
+        bool, typer.Option("--list", help="Lists the invites instead; the run must be up.")
+    ] = False,
+    revoke: Annotated[
+        str | None,
+        typer.Option(
+            "--revoke",
+            metavar="INVITE",
+            help="Revokes one instead: its link, its key, or how that begins.",
+            show_default=False,
+        ),
+    ] = None,
+    reason: Annotated[
+        str, typer.Option("--reason", help="Why it is revoked; who comes with it is told.")
+    ] = "the link is no longer valid",
+    as_json: Annotated[bool, typer.Option("--json", help="With --list, for programs.")] = False,
+    runs_dir: options.RunsDir = options.RUNS,
+) -> int:
+    """Prints a link, for which the run need not be alive, or does what the options say; returns the
+    exit code."""
+    if revoke is not None:
+        return revoke_invite(run, revoke, reason, runs_dir)
+    if listed:
+        return list_invites(run, as_json, runs_dir)
     run_dir = find_run(run, runs_dir)
     spec = load_resolved(run_dir)
     pools = [each.name for each in spec.samplers]
@@ -260,10 +305,14 @@ def invite_command(run: str, pool: str | None, uses: int, valid_s: float, runs_d
         spec.name,
         pool=pool,
         uses=uses,
-        valid_s=valid_s,
+        valid_s=expires,
         coordinator=SigningKey.load(run_dir / "keys" / "coordinator.key"),
     )
-    _note(run_dir, Made(invite_key(text), pool, uses, time.time() + valid_s))
+    made = Made(invite_key(text), pool, uses, time.time() + expires)
+    path, remedy = run_dir / MADE_FILE, "free disk space or mend the permissions, then invite again"
+    thing = "the invite cannot be noted"
+    with reported(thing, path, remedy, OSError), path.open("ab") as file:
+        file.write(canonical_json(asdict(made)) + b"\n")
     print(replace(link, invite=text))
     return 0
 
@@ -290,7 +339,14 @@ def revoke_invite(run: str, named: str, reason: str, runs_dir: Path) -> int:
     coordinator = coordinator_of(run, runs_dir)
     made = [each.key for each in read_made(find_run(run, runs_dir))]
     seen = [each["key"] for each in coordinator.entries("invites")]
-    key = _key_of(named, {*made, *seen})
+    if "#" in named:
+        try:
+            named = invite_key(parse_join_link(named).invite or "")
+        except BadSignature as error:
+            remedy = "copy the whole link of the invite"
+            raise UserError(str(error), place="--revoke", remedy=remedy) from error
+    more = "one that --list shows, or its link"
+    key = named if is_digest(named) else key_by_prefix(named, {*made, *seen}, "--revoke", more)
     coordinator.order("revoke", {"key": key, "reason": reason})
     print(f"the invite {key} is revoked: no more keys come with it; those that did stay")
     return 0
@@ -316,7 +372,7 @@ def invite_rows(made: list[Made], seen: list[dict[str, Any]]) -> list[dict[str, 
 
 def invite_table(rows: list[dict[str, Any]]) -> Table:
     """Return the rows of `invite_rows` as a table."""
-    table = plain_table("invite", "pool", "used", "expires", "state")
+    table = options.plain_table("invite", "pool", "used", "expires", "state")
     for row in rows:
         at = row["expires"]
         expires = "" if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
@@ -344,26 +400,3 @@ def read_made(run_dir: Path) -> list[Made]:
         except (MalformedJson, TypeError):
             continue
     return found
-
-
-def _note(run_dir: Path, made: Made) -> None:
-    path, remedy = run_dir / MADE_FILE, "free disk space or mend the permissions, then invite again"
-    with (
-        reported("the invite cannot be noted", path, remedy, OSError),
-        path.open("ab") as file,
-    ):
-        file.write(canonical_json(asdict(made)) + b"\n")
-
-
-def _key_of(named: str, known: set[str]) -> str:
-    if is_digest(named):
-        return named
-    if "#" in named:
-        text = parse_join_link(named).invite
-        try:
-            return invite_key(text or "")
-        except BadSignature as error:
-            raise UserError(
-                str(error), place="--revoke", remedy="copy the whole link of the invite"
-            ) from error
-    return key_by_prefix(named, known, "--revoke", "one that --list shows, or its link")

@@ -16,7 +16,7 @@ from runspec.core.run_files import initial_model, warm_start_cache
 from runspec.core.spec.load import spec_digest
 from runspec.core.spec.role_names import monitor_names
 from runspec.local.backend import last_lines, processes_of
-from runspec.local.evaluations import results_of, summarise_evaluations
+from runspec.local.diagnosis import results_of, summarise_evaluations
 from runspec.local.fleet import Outcome, Rules
 from runspec.local.metrics import bytes_sent, read_rows, summarise
 from runspec.local.processes import PreparedRun, RoleSpec, first_version_role, role_specs

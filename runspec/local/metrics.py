@@ -1,9 +1,14 @@
-"""metrics.jsonl as it grows, and what a whole run's rows add up to."""
+"""metrics.jsonl as it grows, what a whole run's rows add up to, and the figures of islands.
+
+The rows are the first island's: its own share, its own waits. Who contributed and who was dropped
+is the same for all islands.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +19,7 @@ from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.files import read_bounded
 from runspec.core.run_files import METRICS_FILE
 from runspec.core.spec.role_names import shares_name
-from runspec.local.formatting import summarise_islands
+from runspec.local.formatting import number, per_second, seconds, share, size
 
 MAX_LINE_BYTES = 1024 * 1024
 ENDS = 10
@@ -118,11 +123,7 @@ def end_figures(summary: Mapping[str, Any]) -> list[tuple[str, float | None, flo
     ]
 
 
-_GRPO = {
-    "task_reward": "Task reward",
-    "reward": "Reward",
-    "length_error": "Length error, tokens",
-}
+_GRPO = {"task_reward": "Task reward", "reward": "Reward", "length_error": "Length error, tokens"}
 _SUPERVISED = {
     "loss": "Loss",
     "nll": "Cross entropy, nats a token",
@@ -166,7 +167,7 @@ def summarise(
         "skipped_updates": int(sum(row.get("skipped_updates") or 0 for row in rows)),
         "wall_s": round(wall_s, 3),
         "weights_bytes_sent": weights_bytes_sent,
-        "islands": summarise_islands(rows, shares_bytes_sent=shares_bytes_sent, ends=ENDS),
+        "islands": _summarise_islands(rows, shares_bytes_sent),
     }
 
 
@@ -271,3 +272,131 @@ def objects(lines: bytes) -> list[dict[str, Any]]:
 def _finite(text: str) -> float | None:
     number = float(text)
     return number if math.isfinite(number) else None
+
+
+def island_figures(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what a step's row says of the islands; None for a run with one learner.
+
+    Keys: those of `islands` in the row (docs/learner_jax.md). Besides, of the first island:
+    wait_s, seconds that it waited for the exchange; wait_share, their share of the step; busy, the
+    share in which it trained. And tokens_per_s, about those of all islands.
+    """
+    commit = row.get("islands")
+    if not isinstance(commit, Mapping):
+        return None
+    took_s = (row.get("train_s") or 0.0) + (row.get("wait_s") or 0.0)
+    waited_s, part, tokens = (row.get("waits") or {}).get("islands"), commit.get("part"), None
+    if part and took_s > 0.0 and row.get("tokens") is not None:
+        tokens = row["tokens"] / part / took_s  # the islands have tokens as they have weight
+    return {
+        **commit,
+        "wait_s": waited_s,
+        "wait_share": waited_s / took_s if waited_s is not None and took_s > 0.0 else None,
+        "busy": row.get("learner_busy_fraction"),
+        "tokens_per_s": tokens,
+    }
+
+
+def tokens_per_s(row: Row) -> float | None:
+    """Return the trained tokens a second, with those of other islands."""
+    figures = island_figures(row)
+    return row.get("tokens_per_s") if figures is None else figures["tokens_per_s"]
+
+
+def wait_share(row: Row) -> float | None:
+    """Return the share of a step's time in which the learner did not train."""
+    busy = row.get("learner_busy_fraction")
+    return None if busy is None else 1.0 - busy
+
+
+def commit_text(row: Mapping[str, Any]) -> str:
+    """Return how many islands are in the last commit, and who is not; empty for one learner."""
+    figures = island_figures(row)
+    if figures is None:
+        return ""
+    contributors, dropped = figures["contributors"], figures["dropped"]
+    without = f" without {', '.join(dropped)}" if dropped else ""
+    return f"islands {len(contributors)}/{len(contributors) + len(dropped)}{without}"
+
+
+def island_pairs(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the islands' figures of a step, with their names, for people."""
+    figures = island_figures(row)
+    if figures is None:
+        return []
+    names = ", ".join(figures["contributors"]) or "nobody"
+    dropped = "; ".join(f"{name}: {why}" for name, why in figures["dropped"].items())
+    norm, cosine = number(figures.get("share_norm")), number(figures.get("cosine"))
+    sent, received = (_size(figures.get(key)) for key in ("share_bytes", "received_bytes"))
+    waited, part = seconds(figures["wait_s"]), share(figures["wait_share"])
+    return [
+        ("last commit", f"step {figures['step']}, shares of {names}"),
+        ("dropped", dropped or "nobody"),
+        ("first island's share", f"norm {norm}, cosine to the others' {cosine}"),
+        ("bytes", f"{sent} up to each island that fetches it, {received} down"),
+        ("exchange", f"waited for {waited} of the step ({part}); busy {share(figures['busy'])}"),
+        ("all islands", f"about {per_second(figures['tokens_per_s'])} tokens/s"),
+    ]
+
+
+def missing_text(status: Mapping[str, Any] | None) -> str:
+    """Return for whom the islands that have offered a share wait; empty if for nobody.
+
+    Args:
+        status: `islands` of the coordinator's status; None if it does not answer.
+    """
+    if not status or not any(member["offered"] for member in status["members"]):
+        return ""  # the wait begins with the first share
+    missing = "; ".join(f"{name}: {why}" for name, why in status["waiting_for"].items())
+    return f"for the shares of step {status['committed']} ({missing})" if missing else ""
+
+
+def _summarise_islands(rows: Sequence[Row], shares_bytes_sent: int) -> dict[str, Any] | None:
+    """Return the islands' part of summary.json; None for a run with one learner.
+
+    Args:
+        rows: metrics.jsonl, a row a step, in order.
+        shares_bytes_sent: bytes that the servers of shares in the run directory sent.
+    """
+    known = [(figures, row) for row in rows if (figures := island_figures(row)) is not None]
+    if not known:
+        return None
+    dropped = Counter(name for figures, _ in known for name in figures["dropped"])
+    commits = [figures for figures, _ in known]
+    took_s = sum((r.get("train_s") or 0.0) + (r.get("wait_s") or 0.0) for _, r in known)
+    waited_s = sum(figures["wait_s"] or 0.0 for figures in commits)
+    rates = [figures["tokens_per_s"] for figures in commits if figures["tokens_per_s"] is not None]
+    means: dict[str, float | None] = {}
+    for key in _ISLANDS:
+        values = [figures[key] for figures in commits if figures.get(key) is not None]
+        means |= {f"{key}_first": _mean(values[:ENDS]), f"{key}_last": _mean(values[-ENDS:])}
+    return {
+        "dropped": dict(sorted(dropped.items())),
+        "share_bytes": commits[-1].get("share_bytes"),
+        "sent_bytes": shares_bytes_sent,
+        "received_bytes": sum(figures.get("received_bytes") or 0 for figures in commits),
+        **means,
+        "wait_share": waited_s / took_s if took_s > 0.0 else None,
+        "tokens_per_s": _mean(rates),
+    }
+
+
+def summary_pairs(islands: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return figures of the islands' part of summary.json, with their names, for people."""
+    dropped = ", ".join(f"{name} in {steps} steps" for name, steps in islands["dropped"].items())
+    sent, received = _size(islands["sent_bytes"]), _size(islands["received_bytes"])
+    return [
+        ("Islands dropped", dropped or "none"),
+        ("An island's share", _size(islands["share_bytes"])),
+        ("Shares sent from here / received by the first island", f"{sent} / {received}"),
+        ("Waited for the exchange", share(islands["wait_share"])),
+        ("All islands, about real tokens/s", per_second(islands["tokens_per_s"])),
+    ]
+
+
+def _size(count: object) -> str:
+    return size(count) if isinstance(count, int | float) else "-"
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

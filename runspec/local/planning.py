@@ -220,7 +220,7 @@ def check_problems(
     Of documents it reads the first of each file; nothing grades them.
 
     Args:
-        spec: with whole paths (`runspec.cli.spec_files.located`).
+        spec: with whole paths (`runspec.cli.checks.located`).
         machine: this one.
         say: called with a line of progress, once the check takes more than a few seconds.
         silence_s: longest time without a line in the log of the process, which is then ended.

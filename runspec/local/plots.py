@@ -83,7 +83,15 @@ def draw(figure: Figure) -> str:
             axes.set_yscale("log")
         elif figure.bottom is not None:
             axes.set_ylim(figure.bottom, max(axes.get_ylim()[1], figure.top or 0.0))
-        _dress(axes, legend=any(curve.label and curve.points for curve in figure.curves))
+        axes.spines[["top", "right"]].set_visible(False)
+        for side in ("left", "bottom"):
+            axes.spines[side].set_color(_INK)
+            axes.spines[side].set_alpha(0.4)
+        axes.tick_params(colors=_INK, labelsize=8)
+        axes.grid(True, color=_INK, alpha=0.12, linewidth=0.6)
+        axes.set_xlabel("step", color=_INK, fontsize=8)
+        if any(curve.label and curve.points for curve in figure.curves):
+            axes.legend(frameon=False, fontsize=8, labelcolor=_INK)
         text = io.StringIO()
         canvas.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue()
@@ -96,19 +104,6 @@ def smooth(values: Sequence[float], width: int) -> list[float]:
     return [
         sum(values[max(0, i + 1 - width) : i + 1]) / min(width, i + 1) for i in range(len(values))
     ]
-
-
-def _dress(axes: Any, *, legend: bool) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(_INK)
-        axes.spines[side].set_alpha(0.4)
-    axes.tick_params(colors=_INK, labelsize=8)
-    axes.grid(True, color=_INK, alpha=0.12, linewidth=0.6)
-    axes.set_xlabel("step", color=_INK, fontsize=8)
-    if legend:
-        axes.legend(frameon=False, fontsize=8, labelcolor=_INK)
 
 
 def figures(rows: Sequence[Row]) -> dict[str, list[Figure]]:

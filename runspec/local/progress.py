@@ -14,9 +14,8 @@ from runspec.core.run_files import METRICS_FILE, evaluation_files, step_folder
 from runspec.core.spec.role_names import EVALUATOR
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import STARTING, last_lines
-from runspec.local.diagnosis import alarm_text, dropped_text, unsolved_text
+from runspec.local.diagnosis import alarm_text, dropped_text, result_line, unsolved_text
 from runspec.local.endpoints import coordinator_status
-from runspec.local.evaluations import result_line
 from runspec.local.fleet import Reached
 from runspec.local.metrics import JsonLines, Row, latest_by_step
 from verify.formats.batch import FILE_NAME as BATCH_FILE

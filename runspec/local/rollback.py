@@ -123,7 +123,11 @@ def complete_rollback(run_dir: Path) -> int | None:
                 _remove(entry)
         if anew:
             _remove(run_files.initial_model(run_dir))
-        for folder in _cleared(run_dir, spec):
+        # In these a removal that was cut short leaves temporary names.
+        cleared: list[Folder] = [run_dir, run_dir / "rollouts", *(run_dir / "store").glob("*")]
+        cleared += [run_files.state_folder(run_dir, spec), run_files.weights_folder(run_dir)]
+        cleared += [run_files.checkpoints_folder(run_dir, spec), *_island_states(run_dir, spec)]
+        for folder in cleared:
             if isinstance(folder, Path):  # the learner clears an object store
                 remove_leftovers(folder)
         for name in (run_files.METRICS_FILE, run_files.SAMPLES_FILE):
@@ -213,14 +217,6 @@ def _island_states(run_dir: Path, spec: RunSpec) -> list[Folder]:
     if spec.checkpoints.dir is None:
         return []
     return [run_files.state_folder(run_dir, spec, name) for name in island_names(spec)[1:]]
-
-
-def _cleared(run_dir: Path, spec: RunSpec) -> Iterator[Folder]:
-    """Yield the folders in which a removal that was cut short leaves temporary names."""
-    yield from (run_dir, run_dir / "rollouts", *sorted((run_dir / "store").glob("*")))
-    yield from (run_files.state_folder(run_dir, spec), run_files.weights_folder(run_dir))
-    yield run_files.checkpoints_folder(run_dir, spec)
-    yield from _island_states(run_dir, spec)
 
 
 def _remove(path: Folder) -> None:

@@ -18,12 +18,19 @@ from broadcast.layout import manifest_name, stored_versions
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL
 from runspec.core.spec.load import load_resolved
+from runspec.core.spec.role_names import DRAWN, WARM_START
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.inputs import hourly_price
 from runspec.local.backend import birth
-from runspec.local.diagnosis import Cause, alarm_text, diagnose, dropped_text, unsolved_text
+from runspec.local.diagnosis import (
+    Cause,
+    alarm_text,
+    diagnose,
+    dropped_text,
+    results_of,
+    unsolved_text,
+)
 from runspec.local.endpoints import coordinator_status, load_endpoints
-from runspec.local.evaluations import results_of
 from runspec.local.formatting import duration, number
 from runspec.local.metrics import Row, read_rows, step_gaps
 from runspec.local.progress import stages
@@ -256,6 +263,7 @@ def _unsupervised(role: RoleRow) -> RoleRow:
     return replace(role, state=role.state if at_rest else "ended", pid=None)
 
 
+_STAGES = (WARM_START, DRAWN)
 _Judgement = tuple[Literal["True", "False", "Unknown"], str, str, float | None]
 """Status, reason, message and `since` of a condition."""
 
@@ -269,12 +277,15 @@ def _alive(seen: RunView) -> _Judgement:
 def _ready(seen: RunView) -> _Judgement:
     if not seen.alive:
         return "False", "NotAlive", "no role is started", seen.ended
-    changed = max((role.since for role in seen.roles), default=None)
-    not_running = [f"{r.name} ({r.state})" for r in seen.roles if r.state != "running"]
-    if not seen.roles or not_running:
+    # The stage that makes version 0 stays listed once it is done.
+    roles = [r for r in seen.roles if not (r.name in _STAGES and r.state == "finished")]
+    changed = max((role.since for role in roles), default=None)
+    awaited = (r for r in roles if r.name in _STAGES or r.state != "running")
+    not_running = [f"{r.name} ({r.state})" for r in awaited]
+    if not roles or not_running:
         waiting = ", ".join(not_running) or "its roles"
         return "False", "RolesNotRunning", f"waits for {waiting}", changed
-    return "True", "RolesRunning", f"{len(seen.roles)} roles run", changed
+    return "True", "RolesRunning", f"{len(roles)} roles run", changed
 
 
 def _training(seen: RunView) -> _Judgement:

@@ -116,7 +116,7 @@ class _PinFinder:
         self, path: str, name: str, revision: str | None, marker: str
     ) -> tuple[Path | None, str | None]:
         """Return the folder of a name and its commit; a local directory has no commit."""
-        beside = self._folder / name  # as `runspec.cli.spec_files.located` takes it
+        beside = self._folder / name  # as `runspec.cli.checks.located` takes it
         local = beside if _is_there(beside) else expand_user(Path(name))
         if _is_there(local / marker):
             return local, None

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from bridge.model_files import require_published
 from learner_jax.corpus.documents import Counts, read_documents
 from runspec.cli.evaluate import print_results
-from runspec.cli.join import progress_line
+from runspec.cli.machines import progress_line
 from runspec.core import rows as row_files
 from runspec.core.canonical import MAX_DEPTH, MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError

@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from itertools import pairwise
 from string import Template
@@ -20,9 +20,9 @@ from typing import Any
 from runspec.core.errors import UserError
 from runspec.local.dashboard.rollouts import MAX_TOKENS, Rollouts
 from runspec.local.dashboard.source import Source
-from runspec.local.evaluations import SECTION, evaluation_plots, newest, result_line
-from runspec.local.formatting import duration, latency, number, per_second, share, summary_pairs
-from runspec.local.metrics import Row, end_figures, summarise, time_left_s
+from runspec.local.diagnosis import SECTION, evaluation_plots, newest, result_line
+from runspec.local.formatting import duration, latency, number, per_second, share
+from runspec.local.metrics import Row, end_figures, summarise, summary_pairs, time_left_s
 from runspec.local.plots import Curve, Figure, figures
 from verify.coordinator.machine import events
 from verify.coordinator.machine.events import Event
@@ -253,15 +253,7 @@ def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def plain_figure(figure: Figure) -> dict[str, Any]:
     """Return a figure as plain data for the page."""
-    return {
-        "title": figure.title,
-        "caption": figure.caption,
-        "bottom": figure.bottom,
-        "top": figure.top,
-        "levels": list(figure.levels),
-        "log": figure.log,
-        "curves": [_curve(curve) for curve in figure.curves],
-    }
+    return vars(figure) | {"curves": [_curve(curve) for curve in figure.curves]}
 
 
 def _curve(curve: Curve) -> dict[str, Any]:
@@ -338,7 +330,7 @@ def _add_rollouts(view: PageData, run: dict[str, Any], room: int) -> None:
     for row in sorted(changes["rows"], key=lambda row: (row[at["step"]], row[at["id"]])):
         groups.setdefault(row[at["group"]], []).append(row)
     rows, details = [], {}
-    for members in _by_interest(list(groups.values()), lambda row: row[at["outcome"]]):
+    for members in _by_interest(groups.values(), at["outcome"]):
         if room < sum(_TOKEN_BYTES * min(row[at["length"]], MAX_TOKENS) for row in members):
             continue
         if time.monotonic() > deadline:
@@ -355,11 +347,12 @@ def _add_rollouts(view: PageData, run: dict[str, Any], room: int) -> None:
     run["details"] = details
 
 
-def _by_interest(
-    groups: list[list[list[Any]]], outcome: Callable[[list[Any]], str]
-) -> list[list[list[Any]]]:
-    rejected = [g for g in groups if any(outcome(row) == "rejected" for row in g)]
-    others = [g for g in groups if not any(outcome(row) == "rejected" for row in g)]
+def _by_interest(groups: Iterable[list[list[Any]]], outcome: int) -> list[list[list[Any]]]:
+    """Return groups of rows in the order in which they are added; `outcome` is a row's column."""
+    rejected, others = list[list[list[Any]]](), list[list[list[Any]]]()
+    for group in groups:
+        was_rejected = any(row[outcome] == "rejected" for row in group)
+        (rejected if was_rejected else others).append(group)
     half = (len(others) + 1) // 2
     newest, oldest = others[::-1][:half], others[: len(others) - half]
     turns = [group for pair in zip(newest, oldest, strict=False) for group in pair]

@@ -18,11 +18,7 @@ from runspec.local.dashboard.source import Source
 from verify.coordinator.machine import events
 from verify.coordinator.machine.events import Event
 from verify.formats.lease import Lease
-from verify.formats.submission import (
-    Rollout,
-    decode_rollouts,
-    largest_accepted_bytes,
-)
+from verify.formats.submission import Rollout, decode_rollouts, largest_accepted_bytes
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import MAX_ROWS, RolloutVerdict, decode_verdicts
 
@@ -81,6 +77,20 @@ class _Submission:
         return "rejected" if self.reason else self.outcomes.get(group, "accepted")
 
 
+@dataclass
+class _Entry:
+    """A listed rollout."""
+
+    values: Listed
+    lease: str
+    row: int
+    """Its row in the files of the submission."""
+    text: str
+    """What a search looks through, in lower case."""
+    revision: int
+    """Of its last change."""
+
+
 class Rollouts:
     """The newest rollouts of a run; threads may share it.
 
@@ -97,13 +107,8 @@ class Rollouts:
         """By lease."""
         self._unread: list[str] = []
         """Leases of judged submissions whose files were not read, oldest first."""
-        self._listed: dict[int, Listed] = {}
-        self._changed: dict[int, int] = {}
-        """Revision of the last change, by id."""
-        self._texts: dict[int, str] = {}
-        """What a search looks through, in lower case, by id."""
-        self._of: dict[int, tuple[str, int]] = {}
-        """Lease and row, by id."""
+        self._listed: dict[int, _Entry] = {}
+        """By id."""
         self._removed: list[tuple[int, int]] = []
         """Revision and id of what is not listed any more."""
         self._tokenizer: Tokenizer | None = None
@@ -155,14 +160,12 @@ class Rollouts:
         if changed:
             self.revision += 1
         for each in changed:
-            self._listed[each][_OUTCOME] = "trained"
-            self._changed[each] = self.revision
+            self._listed[each].values[_OUTCOME] = "trained"
+            self._listed[each].revision = self.revision
 
     def _remove(self, each: int) -> None:
-        if each in self._listed:
+        if self._listed.pop(each, None) is not None:
             self._removed.append((self.revision, each))
-        for table in (self._listed, self._changed, self._texts, self._of):
-            table.pop(each, None)
 
     def read(self, budget_s: float) -> None:
         """Read files of submissions, the newest first, for about so many seconds."""
@@ -171,7 +174,7 @@ class Rollouts:
             lease = self._unread.pop()
             submission = self._submissions[lease]
             if len(self._listed) >= self._most:
-                listed = (self._submissions[of].lease.step for of, _ in self._of.values())
+                listed = (self._submissions[e.lease].lease.step for e in self._listed.values())
                 if submission.lease.step < min(listed):  # all that are listed are newer
                     self._unread.clear()
                     return
@@ -208,7 +211,7 @@ class Rollouts:
             each = self._next
             self._next += 1
             group = f"{rollout.step}-{submission.digest[:8]}-{rollout.group}"
-            self._listed[each] = [
+            values = [
                 *(each, rollout.step, group, rollout.problem_id, rollout.sample),
                 *(rollout.worker[:8], rollout.version, verdict.target, len(rollout.output_tokens)),
                 *(_short(verdict.task_reward), _short(verdict.length_penalty)),
@@ -216,16 +219,15 @@ class Rollouts:
                 submission.outcome(rollout.group),
                 next((check.name for check in verdict.checks if not check.passed), None),
             ]
-            self._changed[each], self._texts[each] = self.revision, texts[row]
-            self._of[each] = lease, row
+            self._listed[each] = _Entry(values, lease, row, texts[row], self.revision)
             submission.ids.append((each, rollout.group))
         while len(self._listed) > self._most:
-            self._remove(min(self._listed, key=lambda i: (self._listed[i][1], i)))
+            self._remove(min(self._listed, key=lambda i: (self._listed[i].values[1], i)))
 
     def changes(self, since: int) -> dict[str, Any]:
         """Return what changed after a revision, for the page."""
         with self._lock:
-            rows = [self._listed[i] for i, rev in self._changed.items() if rev > since]
+            rows = [each.values for each in self._listed.values() if each.revision > since]
             return {
                 "revision": self.revision,
                 "fields": FIELDS,
@@ -240,7 +242,7 @@ class Rollouts:
         """Return the ids of rollouts whose texts contain all the words, in whatever case."""
         wanted = words.lower().split()
         with self._lock:
-            texts = list(self._texts.items())
+            texts = [(i, each.text) for i, each in self._listed.items()]
         return [i for i, text in texts if all(word in text for word in wanted)]
 
     def detail(self, each: int) -> dict[str, Any] | None:
@@ -255,12 +257,11 @@ class Rollouts:
             UserError: its files cannot be read any more.
         """
         with self._lock:
-            if each not in self._of:
+            if (entry := self._listed.get(each)) is None:
                 return None
-            lease, row = self._of[each]
-            submission = self._submissions[lease]
+            submission = self._submissions[entry.lease]
         try:
-            rollout, verdict = self._opened(submission.lease.step, submission.digest)[row]
+            rollout, verdict = self._opened(submission.lease.step, submission.digest)[entry.row]
         except MalformedTable as error:
             raise UserError(str(error), place=submission.digest, remedy="audit the run") from error
         tokens = [int(token) for token in rollout.output_tokens[:MAX_TOKENS]]
@@ -293,7 +294,9 @@ class Rollouts:
     def _decoded(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens; a worker may have sent some that are outside the vocabulary,
         which are shown as numbers."""
-        words, parts = self._words, []
+        if self._tokenizer is None:
+            self._tokenizer = self._source.tokenizer()
+        words, parts = self._tokenizer, []
 
         def is_known(token: int) -> bool:
             return token >= 0 and words.id_to_token(token) is not None
@@ -322,12 +325,6 @@ class Rollouts:
             pieces.append(text[len(before) :])
             context, begin = begin, end
         return pieces
-
-    @property
-    def _words(self) -> Tokenizer:
-        if self._tokenizer is None:
-            self._tokenizer = self._source.tokenizer()
-        return self._tokenizer
 
 
 def _advantages(read: Iterable[tuple[Rollout, RolloutVerdict]]) -> list[float]:

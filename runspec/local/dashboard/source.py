@@ -22,9 +22,8 @@ from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.core.tokenizer_files import MAX_TOKENIZER_BYTES, read_tokenizer, tokenizer_of
-from runspec.local.diagnosis import diagnose
+from runspec.local.diagnosis import diagnose, results_of
 from runspec.local.endpoints import load_endpoints
-from runspec.local.evaluations import results_of
 from runspec.local.formatting import reported
 from runspec.local.metrics import bytes_sent, latest_by_step, objects, read_rows, served_bytes
 from runspec.local.run_view import look_at

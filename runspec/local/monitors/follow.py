@@ -32,7 +32,7 @@ from runspec.core.spec.plugins import MONITOR_GROUP
 from runspec.core.spec.schema import Monitor as MonitorSpec
 from runspec.core.spec.schema import RunSpec
 from runspec.local.metrics import JsonLines, Row, read_rows
-from runspec.local.monitors.interface import Entry, Monitor, Target
+from runspec.local.monitors import Entry, Monitor, Target
 from runspec.local.run_dir import hold, holder
 from verify.formats.evaluation import Evaluated, read_evaluations
 
@@ -78,11 +78,14 @@ def follow(
         with _call(setting, "start", log):
             monitor.start(Target(spec.name, position["record"], plain, setting, own))
         log.info("logs to %s from step %d on", position["record"], position["step"] + 1)
+        last = [_evaluation_key(each.name, spec.steps) for each in spec.evaluations if each.at_end]
         ends, sent_bytes = False, 0
         noted = deque([(0, dict(position))])
         """Bytes that were sent until a position, and the position; the first one is written."""
         while not ends:
-            ends = stop.is_set() or holder(run_dir) is None or _has_all(position, spec)
+            # Nothing comes after what a run makes last.
+            has_all = position["step"] == spec.steps - 1 and all(key in position for key in last)
+            ends = stop.is_set() or holder(run_dir) is None or has_all
             new = list(feed.look(last=ends))
             for begin in range(0, len(new), _AT_ONCE):
                 while len(noted) > 1 and noted[1][0] + _BEHIND_BYTES <= sent_bytes:
@@ -119,12 +122,6 @@ def _position(path: Path, run_dir: Path, run: str) -> Position:
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     record = f"{run}-{stamp}-{secrets.token_hex(2)}"
     return {"record": record, "number": 0, "step": -1, "row": "", "samples": -1}
-
-
-def _has_all(position: Position, spec: RunSpec) -> bool:
-    """Whether what a run makes last was sent: nothing more comes."""
-    last = [_evaluation_key(each.name, spec.steps) for each in spec.evaluations if each.at_end]
-    return position["step"] == spec.steps - 1 and all(key in position for key in last)
 
 
 class Feed:

@@ -13,7 +13,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from runspec.local.monitors.interface import Entry, Target
+from runspec.local.monitors import Entry, Target
 
 
 class TensorBoard:

@@ -15,7 +15,7 @@ from typing import Any
 from runspec.core.errors import UserError
 from runspec.core.files import expand_user
 from runspec.core.process import RunStopped
-from runspec.local.monitors.interface import Entry, Target
+from runspec.local.monitors import Entry, Target
 
 SCRIPT = Path(__file__).with_name("trackio_script.py")
 _MOST_BYTES = 64 * 1024

@@ -9,7 +9,7 @@ from typing import Any
 
 import wandb
 
-from runspec.local.monitors.interface import Entry, Target
+from runspec.local.monitors import Entry, Target
 
 
 class WeightsAndBiases:

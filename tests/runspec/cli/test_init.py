@@ -13,8 +13,8 @@ from typing import Any
 import jsonschema
 import pytest
 
+from runspec.cli.checks import sound_spec
 from runspec.cli.init import MODELINES, TEMPLATES
-from runspec.cli.spec_files import sound_spec
 from runspec.core.models.family import named_model
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.role_names import validator_names, worker_names

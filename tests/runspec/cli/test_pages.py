@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
 
-from runspec.cli.doctor import check_machine, check_spec_here, doctor_command
+from runspec.cli.checks import check_machine, check_spec_here, doctor_command
 from runspec.cli.explain import WIDTH, explain_command, find_pages, topics
-from runspec.cli.render import render_command
+from runspec.cli.lint import render_command
 from runspec.core import entry_points
 from runspec.core.entry_points import LISTS, install_command, list_command
 from runspec.core.spec.load import SpecFiles, load_layers
@@ -84,7 +84,7 @@ def line_of(text: str) -> int:
 
 
 def rendered(files: SpecFiles, capsys: Text, origin: bool, form: str = "yaml") -> str:
-    assert render_command(files, origin, form) == 0
+    assert render_command(*astuple(files), origin, form) == 0
     return capsys.readouterr().out
 
 
@@ -142,7 +142,7 @@ def verdicts(facts: Facts, runs_dir: Path) -> dict[str, str]:
 
 
 def test_this_machine_runs_the_laptop_profile(tmp_path, capsys):
-    assert doctor_command(LAPTOP, tmp_path) == 0
+    assert doctor_command(*astuple(LAPTOP), tmp_path) == 0
     # every check is named with what was found, and none failed
     out = capsys.readouterr().out
     for words in ("python", "jax", "vllm", "free", "ports", "open files", "clock", "models"):

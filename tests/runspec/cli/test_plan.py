@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runspec.cli.apply import apply_command
-from runspec.cli.diff import diff_command
-from runspec.cli.plan import plan_command
-from runspec.cli.spec_files import sound_spec
+from runspec.cli.checks import sound_spec
+from runspec.cli.plan import diff_command, plan_command
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.models.config import ModelConfig
@@ -52,19 +52,19 @@ def files(*overrides: str) -> SpecFiles:
 
 
 def plan(runs_dir: Path, *overrides: str, exit_code: bool = False) -> int:
-    return plan_command(files(*overrides), None, False, exit_code, False, runs_dir)
+    return plan_command(*astuple(files(*overrides)), exit_code=exit_code, runs_dir=runs_dir)
 
 
 def planned_json(runs_dir: Path, out: Prints, *overrides: str) -> dict[str, Any]:
-    assert plan_command(files(*overrides), None, True, False, False, runs_dir) == 0
+    assert plan_command(*astuple(files(*overrides)), as_json=True, runs_dir=runs_dir) == 0
     found: dict[str, Any] = json.loads(out())
     return found
 
 
-def saved(runs_dir: Path, *overrides: str) -> SpecFiles:
+def saved(runs_dir: Path, *overrides: str) -> Path:
     path = runs_dir / "small.plan"
-    assert plan_command(files(*overrides), path, False, False, False, runs_dir) == 0
-    return SpecFiles(path)
+    assert plan_command(*astuple(files(*overrides)), out=path, runs_dir=runs_dir) == 0
+    return path
 
 
 def test_a_new_run_is_shown_short_and_makes_nothing(tmp_path, out):
@@ -137,31 +137,31 @@ def test_a_stale_plan_exits_4_with_what_changed(runs):
         pass
     # when it is applied, then it is refused, and says by what it was overtaken
     with pytest.raises(StalePlan) as refused:
-        apply_command(path, False, runs)
+        apply_command(path, runs_dir=runs)
     assert refused.value.exit_code == 4
     assert "it saw serial 1" in str(refused.value)
     assert "serial 2: placement.restarts: 5 there, 3 now" in str(refused.value)
 
 
 def test_an_edited_plan_and_options_beside_a_plan_exit_2(runs):
-    path = saved(runs, "budget.max_hours=2.0").path
+    path = saved(runs, "budget.max_hours=2.0")
     with pytest.raises(BadPlan, match="a plan is applied as it is"):
-        apply_command(SpecFiles(path, "laptop"), False, runs)
+        apply_command(path, "laptop", runs_dir=runs)
     # and it is no spec
     with pytest.raises(BadUsage, match="a saved plan") as error:
         sound_spec(SpecFiles(path))
     assert error.value.remedy == f"`runspec apply {path}`"
     path.write_bytes(path.read_bytes().replace(b'"max_hours":2.0', b'"max_hours":9.0'))
     with pytest.raises(BadPlan, match="was edited") as edited:
-        apply_command(SpecFiles(path), False, runs)
+        apply_command(path, runs_dir=runs)
     assert edited.value.exit_code == 2
 
 
 def test_a_plan_of_a_finished_run_says_that_it_is_finished(finished, out):
-    assert apply_command(saved(finished), False, finished) == 0
+    assert apply_command(saved(finished), runs_dir=finished) == 0
     assert "small is finished: all 5 steps are trained." in out()
     # and when it has changes, that they are not taken
-    assert apply_command(saved(finished, "budget.max_hours=2.0"), False, finished) == 0
+    assert apply_command(saved(finished, "budget.max_hours=2.0"), runs_dir=finished) == 0
     assert "nothing is left to do: budget.max_hours: 1.0 there, 2.0 now" in out()
 
 
@@ -184,7 +184,7 @@ def test_aot_is_the_compilers_word_and_what_does_not_fit_an_error(tmp_path, out,
 
     monkeypatch.setattr("runspec.cli.plan.compile_step", compiled)
     with pytest.raises(UserError, match=r"the step does not fit: it needs .* a device has 1"):
-        plan_command(files(), None, True, False, True, tmp_path)
+        plan_command(*astuple(files()), as_json=True, aot=True, runs_dir=tmp_path)
     aot = json.loads(out())["aot"]
     assert (aot["devices"], aot["where"], aot["fits"], aot["memory"]) == (2, "cpu", False, 1000)
     assert set(aot["programs"]) == {"publish", "score", "accumulate", "apply"}
@@ -196,7 +196,7 @@ def test_aot_is_the_compilers_word_and_what_does_not_fit_an_error(tmp_path, out,
 
 
 def diff(runs_dir: Path, *overrides: str) -> int:
-    return diff_command(files(*overrides), runs_dir)
+    return diff_command(*astuple(files(*overrides)), runs_dir=runs_dir)
 
 
 def test_a_difference_is_shown_as_lines_and_none_not_at_all(runs, out):
@@ -215,7 +215,7 @@ def test_a_difference_is_shown_as_lines_and_none_not_at_all(runs, out):
     with pytest.raises(BadUsage, match="steps"):
         diff(runs, "steps=many")
     with pytest.raises(BadUsage):
-        diff_command(SpecFiles(runs / "none.yaml"), runs)
+        diff_command(runs / "none.yaml", runs_dir=runs)
 
 
 def test_a_profile_is_shown_by_what_it_is_and_not_by_its_tables(tmp_path, out):

@@ -20,8 +20,8 @@ from rich.live import Live
 from tokenizers import Tokenizer
 
 from bridge.conversion import export_checkpoint, import_model
+from runspec.cli.apply import LiveView, PlainView
 from runspec.cli.status import status_command
-from runspec.cli.view import LiveView, PlainView
 from runspec.core.files import write_atomic
 from runspec.core.spec.load import dump_resolved
 from runspec.local.prepare import NotReady
@@ -123,7 +123,7 @@ def test_a_run_that_loads_is_watched_killed_and_deleted(tmp_path, capfd):
         with pytest.MonkeyPatch.context() as patch:
             pauses(patch, lambda: None)
             with pytest.raises(KeyboardInterrupt):
-                status_command("small", False, tmp_path, watch=True)
+                status_command("small", watch=True, runs_dir=tmp_path)
         assert capfd.readouterr().out.count("running, loading vLLM") == 2
         hold.unlink()
         eventually(lambda: not status(tmp_path)["roles"]["loading"]["stage"], "the end of the load")

@@ -17,9 +17,8 @@ import pytest
 from broadcast.layout import manifest_name
 from broadcast.manifest import WeightsManifest, sign_manifest
 from runspec.cli import follow
-from runspec.cli.chat import print_reply
 from runspec.cli.follow import Follower, Versions
-from runspec.cli.serve import await_end, served
+from runspec.cli.serve import await_end, print_reply, served
 from runspec.core.errors import UserError
 from runspec.core.follow_protocol import Move, Reply, encode
 from runspec.core.run_files import weights_folder

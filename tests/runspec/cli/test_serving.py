@@ -21,7 +21,8 @@ import httpx
 import psutil
 import pytest
 
-from runspec.cli.serve import HOST, await_server, free_port, serve_command
+from runspec.cli.follow import serve_command
+from runspec.cli.serve import HOST, await_server, free_port
 from runspec.core.run_files import weights_folder
 from runspec.local.endpoints import port_answers
 from sampler.tasks.traces import build_warm_start_data
@@ -155,7 +156,10 @@ def test_a_server_answers_what_vllm_answers_without_one(tmp_path, forked):
     with ThreadPoolExecutor(1) as client:
         answered = client.submit(asked)
         try:
-            assert serve_command(RUN, HOST, port, [], run_dir.parent) == 0
+            assert (
+                serve_command(SimpleNamespace(args=[]), RUN, HOST, port, runs_dir=run_dir.parent)
+                == 0
+            )
         finally:
             ended.set()
     # then the newest version has both names, under which it gives the same tokens, and no other

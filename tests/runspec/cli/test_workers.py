@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from runspec.cli.join import Progress, progress_line
+from runspec.cli.machines import Progress, progress_line
 from runspec.cli.workers import worker_rows, worker_table
 from runspec.core.address import JoinLink, parse_join_link, reachable
 from runspec.core.errors import UserError
@@ -148,7 +148,7 @@ def test_a_volunteer_is_not_stopped_by_what_a_coordinator_answers(answer, monkey
             raise answer
         return answer
 
-    monkeypatch.setattr("runspec.cli.join._answer", status)
+    monkeypatch.setattr("runspec.cli.machines._answer", status)
     # when it is asked for our progress, then that is said, and the command goes on
     Progress(LINK, "me").look()
     assert "the coordinator does not answer" in capsys.readouterr().out

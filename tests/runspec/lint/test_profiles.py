@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from runspec.cli.checks import sound_spec
 from runspec.cli.plan import plan_command
-from runspec.cli.spec_files import sound_spec
 from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from tests.runspec.core.spec.spec_files import EXAMPLES, find
@@ -105,6 +105,5 @@ def test_the_plan_says_by_which_limits_pools_are_judged(tmp_path, capsys):
         ((), "pool: verify.profiles.measured, until 2096-10-02"),
         (("samplers.pool.dtype=bfloat16",), "pool: the published ones"),
     ):
-        files = SpecFiles(path, overrides=overrides)
-        assert plan_command(files, None, False, False, False, tmp_path / "runs") == 0
+        assert plan_command(path, overrides=list(overrides), runs_dir=tmp_path / "runs") == 0
         assert said in capsys.readouterr().out

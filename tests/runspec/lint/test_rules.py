@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.cli.spec_files import located
+from runspec.cli.checks import located
 from runspec.core.models.parameters import CPU_HEAD_SIZES
 from runspec.core.spec.findings import format_finding
 from runspec.core.spec.layers import ParsedFiles

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 
-from runspec.cli.view import PlainView
+from runspec.cli.apply import PlainView
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.run_files import evaluation_file

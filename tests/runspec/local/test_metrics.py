@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from runspec.cli.logs import wait_command
-from runspec.cli.status import describe_command, read_status, status_command
-from runspec.cli.view import LiveView, step_line
+from runspec.cli.apply import LiveView
+from runspec.cli.runs import wait_command
+from runspec.cli.status import describe_command, read_status, status_command, step_line
 from runspec.core.errors import UserError
 from runspec.core.run_files import evaluation_file, evaluation_files
 from runspec.core.spec.load import FILE_NAME, dump_resolved
@@ -193,7 +193,7 @@ def test_status_and_report_of_a_run_on_documents(
 ) -> None:
     # given 12 of 25 steps trained
     run_dir = write_run(tmp_path, supervised_spec(), [learner_row(step) for step in range(12)])
-    status_command(run_dir.name, False, tmp_path)
+    status_command(run_dir.name, runs_dir=tmp_path)
     out = capsys.readouterr().out
     # then the held-out loss is that of step 9, the last that measured it
     line = "step 12/25  loss 2  held out 2.3 (1.3 bits a byte)  1,234 tok/s  MFU 41 %"
@@ -262,7 +262,7 @@ def islands(tmp_path: Path) -> Path:
 def test_status_panel_and_report_say_who_was_dropped_and_what_the_exchange_cost(
     islands: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status_command("reads", False, islands.parent)
+    status_command("reads", runs_dir=islands.parent)
     status = capsys.readouterr().out
     describe_command("reads", islands.parent)
     described, shown = capsys.readouterr().out, list[Any]()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from runspec.cli.lifecycle import rollback_command
+from runspec.cli.runs import rollback_command
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic

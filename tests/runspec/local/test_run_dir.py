@@ -20,9 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from bridge.__main__ import main as bridge
 from bridge.publisher import Publisher
-from runspec.cli import app
-from runspec.cli.logs import parse_awaited, why_never
-from runspec.cli.output import exit_code_of
+from runspec.cli import app, exit_code_of
+from runspec.cli.runs import parse_awaited, why_never
 from runspec.core.errors import UserError
 from runspec.core.run_files import weights_folder
 from runspec.core.spec.schema import Budget
@@ -169,6 +168,19 @@ RUNNING = RunView(
 
 def seen(**changes: Any) -> dict[str, Condition]:
     return replace(RUNNING, **changes).conditions
+
+
+def test_a_run_with_a_warm_start_is_ready_once_its_roles_run() -> None:
+    stage = RoleRow("warm-start", "running", 0, 7, 7, NOW - 200)
+    assert seen(roles=[stage])["Ready"].message == "waits for warm-start (running)"
+    done = replace(stage, state="finished", pid=None)
+    assert seen(roles=[done])["Ready"].message == "waits for its roles"
+    found = seen(roles=[done, *RUNNING.roles])["Ready"]
+    assert (found.status, found.message) == ("True", "2 roles run")
+    for name, state in (("warm-start", "failed"), ("learner", "finished")):
+        role = replace(stage, name=name, state=state)
+        found = seen(roles=[role, *RUNNING.roles])["Ready"]
+        assert (found.status, found.message) == ("False", f"waits for {name} ({state})")
 
 
 def ended(state: str, reason: str = "", **changes: Any) -> RunView:

@@ -20,7 +20,7 @@ from runspec.cli.apply import apply_command
 from runspec.cli.status import read_status
 from runspec.core.errors import NotNow, UserError
 from runspec.core.process import EXIT_FINAL
-from runspec.core.spec.load import SpecFiles, load_resolved, spec_digest
+from runspec.core.spec.load import load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.local import backend, progress
 from runspec.local import supervisor as requests
@@ -382,7 +382,7 @@ def test_a_supervisor_that_died_at_a_request_is_told_from_one_that_is_not_there(
 
 def apply(runs_dir: Path, *overrides: str) -> int:
     sets = ["name=small", "steps=10000", *overrides]
-    return apply_command(SpecFiles(TARGET_SHORT, "laptop", None, sets), False, runs_dir)
+    return apply_command(TARGET_SHORT, "laptop", None, sets, runs_dir=runs_dir)
 
 
 def test_apply_hands_hot_and_rolling_changes_to_a_live_run(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
 from runspec.cli.apply import apply_command
-from runspec.cli.lock import lock_command
-from runspec.cli.spec_files import located
+from runspec.cli.checks import located
+from runspec.cli.lint import lock_command
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.spec import lock_file
@@ -233,21 +234,21 @@ def test_a_lock_among_the_specs_is_linted_as_what_it_is(tmp_path, policy):
 def test_the_command_writes_a_lock_that_holds(tmp_path, policy, capsys):
     web = "data.sources=[{name: web, kind: parquet, uri: 'https://example.org/a.parquet'}]"
     files = SpecFiles(small_spec(tmp_path, LOCAL), overrides=[web])
-    assert lock_command(files, check=False) == 0
+    assert lock_command(*astuple(files), check=False) == 0
     said = capsys.readouterr()
     assert said.out == f"wrote {tmp_path}/spec.lock.yaml\n"
     assert "warning: data.sources.web: https://example.org" in said.err  # no lock can hold it
-    assert lock_command(files, check=True) == 0
+    assert lock_command(*astuple(files), check=True) == 0
     assert "holds" in capsys.readouterr().out
     # when the model changes under its name
     (policy / "config.json").write_text("{}")
-    assert lock_command(files, check=True) == 1
+    assert lock_command(*astuple(files), check=True) == 1
     assert capsys.readouterr().out.startswith("model: config.json is not the file of the lock")
 
 
 def test_a_name_that_cannot_be_pinned_leaves_nothing_written(tmp_path, capsys):
     path = small_spec(tmp_path, ON_HUB)
-    assert lock_command(SpecFiles(path), check=False) == 1
+    assert lock_command(path) == 1
     said = capsys.readouterr().err
     assert "error: model: the commit of some/model is not known: name it as `revision`" in said
     assert "nothing was written" in said and read_lock(path) is None
@@ -257,8 +258,8 @@ def test_apply_refuses_what_is_not_what_was_locked(tmp_path):
     # given a lock of the laptop's data, and another data set than it has
     layers = f"extends: [{SPECS}/target_short.yaml, {SPECS}/profiles/laptop.yaml]"
     spec = write(tmp_path / "spec.yaml", layers)
-    assert lock_command(SpecFiles(spec), check=False) == 0
-    other = SpecFiles(spec, overrides=["data.sources.spell_backward.dataset=letter_counting"])
+    assert lock_command(spec) == 0
+    other = ["data.sources.spell_backward.dataset=letter_counting"]
     with pytest.raises(UserError, match=r"letter_counting, and spell_backward in the lock"):
-        apply_command(other, True, tmp_path / "runs")
+        apply_command(spec, overrides=other, detach=True, runs_dir=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()

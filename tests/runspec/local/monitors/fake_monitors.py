@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runspec.local.monitors.interface import Entry, Target
+from runspec.local.monitors import Entry, Target
 from tests.family_package.installed import add_package
 
 KINDS = ("writing", "raising", "hanging", "unimportable")

@@ -1,4 +1,7 @@
-"""`runspec doctor` looks at this machine, and `lint --data` at problems and graders of specs."""
+"""A sound spec from its files, for the commands that act on runs; and whether a run can start here.
+
+`runspec doctor` looks at this machine, and `lint --data` at problems and graders of specs.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +14,114 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runspec.cli.spec_files import located, sound_spec
+from runspec.cli import options
 from runspec.core.entry_points import LISTS, extra_of, install_command, list_command, machine_kind
-from runspec.core.errors import UserError
-from runspec.core.spec.findings import Finding
-from runspec.core.spec.load import SpecFiles
+from runspec.core.errors import BadUsage, UserError, bad_usage
+from runspec.core.files import expand_user
+from runspec.core.spec.findings import Finding, format_finding
+from runspec.core.spec.load import SpecFiles, with_profiles
+from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.source_files import whole_uri
 from runspec.core.spec.validate import locate
 from runspec.lint.check import CheckedFiles, check_spec
 from runspec.lint.registry import RULES
+from runspec.lint.rules.data import thinking_of
+from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.local.backend import birth
 from runspec.local.endpoints import PORTS, port_is_free
 from runspec.local.formatting import size
-from runspec.local.machine import BUILDS, Facts, look, this_machine
+from runspec.local.machine import BUILDS, Facts, find_tokenizer, look, this_machine
 from runspec.local.planning import absent_modules, check_problems
 from runspec.local.preflight import ROLE_MODULES, missing
 from runspec.local.run_dir import RUNS, run_directory
-from runspec.lock.cache import model_cache
+from runspec.lock.cache import is_repository, model_cache
+from runspec.lock.pins import require_lock
+from runspec.plan.saved import read_plan
+
+
+def located(spec: RunSpec, folder: Path) -> RunSpec:
+    """The spec with local models and data by their whole paths, and its profiles' contents in it:
+    the run's roles may run elsewhere.
+
+    Args:
+        spec: its `model.hf`, `model.tokenizer.hf`, sources' `uri` and profiles may lie beside it.
+        folder: of the spec's file, where relative paths start from.
+
+    Raises:
+        UserError: a profile cannot be read.
+    """
+    model = spec.model
+    if model.hf is not None:
+        model = model.model_copy(update={"hf": _whole(model.hf, folder)})
+    if model.tokenizer is not None:
+        tokenizer = {"hf": _whole(model.tokenizer.hf, folder)}
+        model = model.model_copy(update={"tokenizer": model.tokenizer.model_copy(update=tokenizer)})
+    whole = spec.model_copy(update={"model": model})
+    sources = [
+        source
+        if source.uri is None
+        else source.model_copy(update={"uri": whole_uri(source.uri, folder)})
+        for source in spec.data.sources
+    ]
+    data = spec.data.model_copy(update={"sources": sources, "thinking": _thinking(whole)})
+    return with_profiles(spec.model_copy(update={"model": model, "data": data}), folder)
+
+
+def _thinking(spec: RunSpec) -> Literal["required", "optional", "none"] | None:
+    """What `data.thinking` says or, where it is not set, the model's chat template."""
+    if spec.data.thinking is not None or spec.supervised is not None:
+        return spec.data.thinking
+    if spec.model.shape is not None:
+        return "required"
+    folder = find_tokenizer(spec.model, os.environ)
+    files = None if folder is None else TokenizerFiles.read(folder)
+    return None if files is None else thinking_of(files, spec.data)
+
+
+def _whole(name: str, folder: Path) -> str:
+    path = folder / expand_user(Path(name))
+    try:
+        return str(path.resolve()) if path.is_dir() or not is_repository(name) else name
+    except OSError:  # a name that can be no path
+        return name
+
+
+def sound_spec(files: SpecFiles, *, pins_root: bool = False) -> RunSpec:
+    """The spec, if it has no errors and is what its lock says, `located`; prints its warnings.
+
+    Args:
+        files: what to load.
+        pins_root: whether the caller makes and pins a root where the spec names none.
+
+    Raises:
+        BadUsage: a file cannot be read, or bad usage.
+        UserError: listing every error with its place, or what the lock pins otherwise.
+    """
+    try:
+        plan = read_plan(files.path)
+    except (OSError, UserError):
+        plan = None  # whatever it is, the loader says what is wrong with it
+    if plan is not None:  # YAML too, it would be a spec with much that is wrong
+        remedy = f"`runspec apply {files.path}`"
+        raise BadUsage("a saved plan, not a spec", place=str(files.path), remedy=remedy)
+    with bad_usage():
+        checked = check_spec(files)
+    if pins_root:
+        rest = [finding for finding in checked.findings if finding.code != "unsigned-weights"]
+        checked = replace(checked, findings=rest)
+    spec = checked.require()
+    require_lock(spec, files.path, files.profile)
+    for warning in checked.findings:
+        print(format_finding(warning), file=sys.stderr)
+    return located(spec, files.path.parent)
+
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -168,11 +257,18 @@ def _system(env: Mapping[str, str], runs_dir: Path) -> Iterator[Check]:
     yield Check("models", "ok", f"{len(models)} in {cache}{listed}")
 
 
-def doctor_command(files: SpecFiles | None, runs_dir: Path | None) -> int:
+def doctor_command(
+    file: Annotated[Path | None, typer.Argument(help="A spec that should run here.")] = None,
+    profile: options.Profile = None,
+    placement: options.Placement = None,
+    overrides: options.Overrides = None,
+    runs_dir: options.SpecRunsDir = None,
+) -> int:
     """Prints the checks; returns 0, or 1 where one failed."""
     facts = look()
     checks = check_machine(facts, runs_dir or RUNS)
-    if files is not None:
+    if file is not None:
+        files = options.files_named(file, profile, placement, overrides)
         checks += check_spec_here(files, facts, runs_dir)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for _ in range(3):
