@@ -216,7 +216,9 @@ class _Replay:
                 self._leases.granted(row.seq, event, signers)
                 self._answers[event.digest] = _Answered(event.lease)
             case events.SubmissionReceived():
-                self._received(row.seq, event)
+                if answered := self._answered(row.seq, "submission", event.lease):
+                    answered.submission = event.submission
+                    self._files.received(row.seq, event, answered.lease)
             case events.SubmissionJudged():
                 self._judged(row.seq, event, signers, before)
             case events.StepClosed():
@@ -274,12 +276,6 @@ class _Replay:
             return None
         self._history.take(event, self._state.leases)
         return before
-
-    def _received(self, row: int, event: events.SubmissionReceived) -> None:
-        answered = self._answered(row, "submission", event.lease)
-        if answered is not None:
-            answered.submission = event.submission
-            self._files.received(row, event, answered.lease)
 
     def _judged(
         self, row: int, event: events.SubmissionJudged, signers: Signers, before: State | None

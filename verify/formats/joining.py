@@ -34,15 +34,11 @@ SPEC_KIND = "spec"
 MAX_SIGNED_SPEC_BYTES = MAX_SPEC_BYTES + 4 * 1024
 
 
-def is_inside(path: str) -> bool:
-    """Return whether a relative path stays below its start on every system."""
+def _path(path: str) -> str:
+    """Require a relative path that stays below its start on every system."""
     parts = PurePosixPath(path).parts
     plain = "\\" not in path and "\0" not in path
-    return plain and len(parts) > 0 and not path.startswith("/") and ".." not in parts
-
-
-def _path(path: str) -> str:
-    if not is_inside(path):
+    if not (plain and len(parts) > 0 and not path.startswith("/") and ".." not in parts):
         raise ValueError("a path below where it starts is needed")
     return path
 

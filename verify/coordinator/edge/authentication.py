@@ -126,19 +126,15 @@ class Authentication:
                 most = AT_ONCE["key", "poll"]
                 words = f"{most} requests of this key are waiting for a lease already"
                 raise Refusal(429, words, retry_after_s=1.0)
-            with self._limiter.at_once(*self._newcomer(key, request)) as allowed:
+            state, names = self._journal.state, tuple[Name, ...]()
+            if key not in state.workers or state.workers[key].rank is Rank.NEW:
+                kind = "newcomer poll"
+                names = Name("address", kind, self.address(request)), Name("all", kind)
+            with self._limiter.at_once(*names) as allowed:
                 if not allowed:
                     words = "too many new keys are waiting for a lease already: try again later"
                     raise Refusal(429, words, retry_after_s=5.0)
                 yield
-
-    def _newcomer(self, key: str, request: web.Request) -> tuple[Name, ...]:
-        """Names that a poll counts for; none if the key is known or recorded (`Rank`)."""
-        state = self._journal.state
-        if key in state.workers and state.workers[key].rank is not Rank.NEW:
-            return ()
-        kind = "newcomer poll"
-        return Name("address", kind, self.address(request)), Name("all", kind)
 
     def _admit(self, kind: str | None, address: str, key: str) -> None:
         if key in self._staff:

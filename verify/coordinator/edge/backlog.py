@@ -77,7 +77,12 @@ class Backlog:
             raise Refusal(503, "this submission is being uploaded already")
         reason = self.full(envelope.bytes)
         if reason is not None:
-            retry_after_s = self._retry_after_s(now)
+            # Seconds until it is this worker's turn, by the rate of verdicts so far.
+            self._deferred = {le: until for le, until in self._deferred.items() if until > now}
+            rate, retry_after_s = self._journal.history.verdicts_per_s(now), FIRST_RETRY_S
+            if rate > 0.0:
+                turn_s = math.ceil((len(self._deferred) + 1) / rate)
+                retry_after_s = max(1, min(LONGEST_RETRY_S, turn_s))
             self._defer(record, envelope.digest, retry_after_s, now)
             raise Refusal(429, reason, retry_after_s=retry_after_s)
         self._deferred.pop(record.digest, None)
@@ -127,14 +132,6 @@ class Backlog:
 
     def _uploading_bytes(self) -> int:
         return sum(upload.bytes for upload in self.uploading.values())
-
-    def _retry_after_s(self, now: float) -> int:
-        """Seconds until it is this worker's turn, by the rate of verdicts so far."""
-        self._deferred = {lease: until for lease, until in self._deferred.items() if until > now}
-        rate = self._journal.history.verdicts_per_s(now)
-        if rate <= 0.0:
-            return FIRST_RETRY_S
-        return max(1, min(LONGEST_RETRY_S, math.ceil((len(self._deferred) + 1) / rate)))
 
     def _defer(self, record: LeaseRecord, submission: str, retry_after_s: int, now: float) -> None:
         state = self._journal.state

@@ -113,7 +113,12 @@ class Limiter:
             names: counters of the request.
             now: seconds of a clock that never goes back.
         """
-        return max(self._wait_s(name, now) for name in names)
+        waits = [0.0]
+        for name in names:
+            rate = RATES[name.scope, name.kind]
+            longest_s = (rate.burst - 1) / rate.per_s
+            waits.append(self._buckets[name.scope].wait_s(name, longest_s, now))
+        return max(waits)
 
     def take(self, *names: Name, now: float) -> float:
         """Count a request for all names, if each of them allows it.
@@ -131,10 +136,6 @@ class Limiter:
     def at_once(self, *names: Name) -> AbstractContextManager[bool]:
         """Count something for all names within a block; gives whether each of them allows it."""
         return at_once(self._at_once, {name: AT_ONCE[name.scope, name.kind] for name in names})
-
-    def _wait_s(self, name: Name, now: float) -> float:
-        rate = RATES[name.scope, name.kind]
-        return self._buckets[name.scope].wait_s(name, (rate.burst - 1) / rate.per_s, now)
 
 
 def count_new_key(limiter: Limiter, state: State, address: str, *, now: float) -> None:

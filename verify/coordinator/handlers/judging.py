@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Mapping
-from pathlib import Path
 from types import MappingProxyType
 
 from aiohttp import web
@@ -194,7 +193,8 @@ class Judging:
         files = submission_files(self._journal.run_dir, record.lease.step, envelope.submission)
         folder, size = files.verdict.parent, envelope.bytes
         async with received(chunks, folder, digest=envelope.digest, size=size) as body:
-            rows = await asyncio.to_thread(_read_verdicts, body)
+            with refusing(400, MalformedTable, what="verdict: "):
+                rows = await asyncio.to_thread(lambda: decode_verdicts(body.read_bytes()))
             judged = self._judged(validator, envelope, record, rows)
             if self._to_judge(envelope) is None:
                 return  # another validator's verdict came first
@@ -289,8 +289,3 @@ class Judging:
             gap_noise=noise,
             fault=envelope.fault,
         )
-
-
-def _read_verdicts(path: Path) -> list[RolloutVerdict]:
-    with refusing(400, MalformedTable, what="verdict: "):
-        return decode_verdicts(path.read_bytes())

@@ -86,17 +86,18 @@ class Operator:
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         """Send a piece of metrics.jsonl; 409 if the file is shorter."""
         offset = int(request.match_info["offset"])
-        return web.Response(body=await asyncio.to_thread(self._metrics_from, offset))
 
-    def _metrics_from(self, offset: int) -> bytes:
-        try:
-            with (self._run_dir / METRICS_FILE).open("rb") as file:
-                if file.seek(0, 2) < offset:
-                    raise Refusal(409, "the file has become shorter")
-                file.seek(offset)
-                return file.read(MAX_PIECE_BYTES)
-        except FileNotFoundError:
-            return b""
+        def piece() -> bytes:
+            try:
+                with (self._run_dir / METRICS_FILE).open("rb") as file:
+                    if file.seek(0, 2) < offset:
+                        raise Refusal(409, "the file has become shorter")
+                    file.seek(offset)
+                    return file.read(MAX_PIECE_BYTES)
+            except FileNotFoundError:
+                return b""
+
+        return web.Response(body=await asyncio.to_thread(piece))
 
     async def _tokenizer(self, request: web.Request) -> web.StreamResponse:
         return await send_file(request, initial_model(self._run_dir) / TOKENIZER_FILE)

@@ -118,7 +118,10 @@ class Claims:
             now: seconds since the epoch.
             judged: a submission that was accepted before, to show that a validator works.
         """
-        self._expire(now)
+        for submission, claim in list(self._claims.items()):
+            if claim.until <= now:
+                since = now - claim.end + LONGEST_CLAIM_S
+                self.fail(claim.validator, submission, f"no verdict after {since:.0f} s", now)
         waiting = list(submissions)
         for gone in self._failures.keys() - set(waiting):
             del self._failures[gone]
@@ -130,7 +133,12 @@ class Claims:
         others = [submission for submission in free if submission not in self._failures]
         suspects = [] if held else self._suspects_for(validator, free, now)
         overdue = [s for s in suspects if now >= self._failures[s][-1].attempt.at + SUSPECT_WAIT_S]
-        unproven = self._has_to_prove_itself(validator)
+        # It has judged nothing since it failed at a submission that waits.
+        unproven = any(
+            failure.attempt.validator == validator and not failure.counts
+            for failures in self._failures.values()
+            for failure in failures
+        )
         first = overdue if not unproven else []
         chosen = next(iter([*first, *others, *suspects]), None)
         if unproven and chosen in self._failures and judged is not None:
@@ -173,13 +181,6 @@ class Claims:
     def _held_by(self, validator: str) -> Iterator[str]:
         return (s for s, claim in list(self._claims.items()) if claim.validator == validator)
 
-    def _expire(self, now: float) -> None:
-        for submission, claim in list(self._claims.items()):
-            if claim.until <= now:
-                since = now - claim.end + LONGEST_CLAIM_S
-                words = f"no verdict after {since:.0f} s"
-                self.fail(claim.validator, submission, words, now)
-
     def _suspects_for(self, validator: str, free: list[str], now: float) -> list[str]:
         """Return the suspects for a validator, those with the fewest failures first.
 
@@ -193,11 +194,3 @@ class Claims:
             if failed and (validator not in failed or asking <= failed):
                 found.append(submission)
         return sorted(found, key=lambda submission: len(self._failures[submission]))
-
-    def _has_to_prove_itself(self, validator: str) -> bool:
-        """Return whether a validator has judged nothing since it failed at a waiting submission."""
-        return any(
-            failure.attempt.validator == validator and not failure.counts
-            for failures in self._failures.values()
-            for failure in failures
-        )

@@ -116,15 +116,12 @@ class Pace:
 
     def after(self, lease_s: float, groups: int) -> Pace:
         """Return the pace after another lease: a longer time at once, a shorter one slowly."""
-        return Pace(_longest(self.lease_s, lease_s), _longest(self.group_s, lease_s / groups))
+        pairs = (self.lease_s, lease_s), (self.group_s, lease_s / groups)
+        return Pace(*(max(now, 0.8 * before + 0.2 * now) for before, now in pairs))
 
     def seconds(self, groups: int) -> float:
         """Return the longest time that a lease of some groups should take."""
         return max(self.lease_s, groups * self.group_s)
-
-
-def _longest(before: float, now: float) -> float:
-    return max(now, 0.8 * before + 0.2 * now)
 
 
 @dataclass(frozen=True)
