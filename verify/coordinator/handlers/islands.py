@@ -21,13 +21,13 @@ from runspec.core.canonical import is_digest
 from runspec.core.metrics import counter, gauge
 from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
-from verify.coordinator.edge.requests import MAX_WAIT_S, Refusal, read_body, refusing, send_file
 from verify.coordinator.handlers.context import RunContext, Signed
 from verify.coordinator.handlers.workers import Activity
 from verify.coordinator.machine import events, islands
 from verify.coordinator.machine.islands import IslandTally
 from verify.coordinator.machine.stalls import Stalled, uncommitted
 from verify.coordinator.machine.state import State
+from verify.coordinator.requests import MAX_WAIT_S, Refusal, read_body, refusing, send_file
 from verify.coordinator_http import SignedRequest
 from verify.formats.batch import open_batch
 from verify.formats.islands import (

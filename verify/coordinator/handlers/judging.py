@@ -12,17 +12,6 @@ from aiohttp import web
 from runspec.core.files import sync_folder
 from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
-from verify.coordinator.edge.requests import (
-    PIECE_BYTES,
-    Refusal,
-    digests,
-    read_envelope,
-    received,
-    refusing,
-    send_file,
-    wait_and_holding,
-    write_small,
-)
 from verify.coordinator.handlers.context import Answer, RunContext, Signed
 from verify.coordinator.journal import Finished
 from verify.coordinator.machine.events import GroupGrade, SubmissionJudged, SubmissionSetAside
@@ -34,6 +23,17 @@ from verify.coordinator.machine.verdicts import (
     excess_of,
     gap_fault,
     grade_groups,
+)
+from verify.coordinator.requests import (
+    PIECE_BYTES,
+    Refusal,
+    digests,
+    read_envelope,
+    received,
+    refusing,
+    send_file,
+    wait_and_holding,
+    write_small,
 )
 from verify.coordinator_http import SignedRequest
 from verify.formats.tables import MalformedTable
