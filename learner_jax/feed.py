@@ -28,8 +28,7 @@ from learner_jax.packing import TokenBatch
 from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.run_files import initial_model
-from verify.formats.batch import BatchGroup, BatchManifest, RangeManifest, RowRange
-from verify.formats.islands import IslandShare
+from verify.formats.batch import BatchGroup, BatchManifest, IslandShare, RangeManifest, RowRange
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
 
 

@@ -28,9 +28,9 @@ from verify.formats.batch import (
     open_batch,
     open_ranges,
     rows_per_step,
+    without_empty_shares,
 )
 from verify.formats.batch import MAX_BYTES as MAX_BATCH_BYTES
-from verify.formats.islands import without_empty_shares
 
 POLL_S = 0.02
 REPORT_EVERY_S = 30.0

@@ -34,7 +34,7 @@ from verify.coordinator_http import (
     RunFinished,
     SubmissionRefused,
 )
-from verify.formats.joining import (
+from verify.formats.documents import (
     MAX_SIGNED_SPEC_BYTES,
     MAX_SITE_BYTES,
     Site,

@@ -24,7 +24,7 @@ from learner_jax.islands.shares import BadObject, Silent
 from learner_jax.islands.state import Flat, OuterState, outer_update, weighted_mean
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
-from verify.formats.islands import CommitRecord, ShareOffered
+from verify.formats.batch import CommitRecord, ShareOffered
 from verify.island_client import Committed
 
 WAIT_S = 5.0

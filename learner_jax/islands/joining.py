@@ -19,7 +19,7 @@ from learner_jax.islands.state import OuterState
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Islands
-from verify.formats.islands import CommitRecord, StoredOuter
+from verify.formats.batch import CommitRecord, StoredOuter
 from verify.island_client import Committed, IslandClient
 
 ATTEMPT_S = 60.0

@@ -11,8 +11,8 @@ from runspec.core.spec.schema import RunSpec
 from runspec.local.formatting import number
 from runspec.local.metrics import Row
 from runspec.local.plots import Curve, Figure
-from verify.formats.evaluation import Evaluated, read_evaluations
-from verify.formats.evaluation import Figure as Mean
+from verify.formats.documents import Evaluated, read_evaluations
+from verify.formats.documents import Figure as Mean
 
 SECTION = "Evaluations"
 HELD_OUT, LOSS = "held-out", "loss"

@@ -15,8 +15,7 @@ from runspec.core.signed import CLOCK_SKEW_S, BadSignature
 from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import RunSpec
 from verify.audit.batches import BatchAudit, IslandAudit, batches_on_disk
-from verify.audit.files import FileAudit
-from verify.audit.findings import Credit, Report, Signers, read_roles
+from verify.audit.files import Credit, FileAudit, Report, Signers, read_roles
 from verify.coordinator.ledger.ledger import FIRST_CHAIN, BadRow, LedgerSnapshot, decode_event
 from verify.coordinator.ledger.store import Row
 from verify.coordinator.machine import events

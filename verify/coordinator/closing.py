@@ -28,10 +28,10 @@ from verify.formats.batch import (
     BatchManifest,
     RangeManifest,
     RowRange,
+    divide,
     sign_batch,
     sign_ranges,
 )
-from verify.formats.islands import divide
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0

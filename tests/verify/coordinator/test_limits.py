@@ -29,8 +29,8 @@ from tests.verify.coordinator.filled import Filled, context_of, key, roles_of
 from tests.verify.coordinator.over_http import check, granted, post, sample, status
 from tests.waiting import eventually
 from verify.audit.replay import audit
-from verify.coordinator.authentication import AT_ONCE, RATES, Limiter, Name, Rate, networks
 from verify.coordinator import authentication as limits
+from verify.coordinator.authentication import AT_ONCE, RATES, Limiter, Name, Rate, networks
 from verify.coordinator.handlers.leasing import Leasing
 from verify.coordinator.machine import events
 from verify.coordinator.machine.transitions import replay

@@ -32,9 +32,9 @@ from runspec.core.spec.schema import RunSpec
 from verify.coordinator.authentication import Authentication
 from verify.coordinator.handlers.workers import Activity
 from verify.coordinator.journal import Journal
-from verify.coordinator.machine.claims import Claims
 from verify.coordinator.machine.events import SubmissionDeferred
 from verify.coordinator.machine.state import LeaseRecord
+from verify.coordinator.machine.trust import Claims
 from verify.coordinator.requests import Refusal, read_json, send
 from verify.coordinator_http import SignedRequest
 from verify.formats.submission import SubmissionEnvelope

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client.core import Metric
 
-from runspec.core.canonical import is_digest
+from runspec.core.canonical import canonical_json, is_digest
 from runspec.core.metrics import counter, gauge
 from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
@@ -29,13 +29,14 @@ from verify.coordinator.machine.stalls import Stalled, uncommitted
 from verify.coordinator.machine.state import State
 from verify.coordinator.requests import MAX_WAIT_S, Refusal, read_body, refusing, send_file
 from verify.coordinator_http import SignedRequest
-from verify.formats.batch import open_batch
-from verify.formats.islands import (
+from verify.formats.batch import (
+    STORED,
     CommitRecord,
     OuterStates,
     StoredOuter,
+    open_batch,
     open_offer,
-    read_stored,
+    read_outer,
     sign_commit,
 )
 
@@ -91,7 +92,9 @@ class Islands:
         """
         island = self._names[asked.key]
         with refusing(400, BadSignature):
-            self._stored[island] = read_stored({"island": island, **asked.body})
+            self._stored[island] = read_outer(
+                canonical_json({"island": island, **asked.body}), kind=STORED
+            )
 
     async def _outer_states(self, request: web.Request) -> web.Response:
         """Send the outer states that were announced, and how far the run is."""

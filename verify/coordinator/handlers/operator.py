@@ -28,7 +28,7 @@ from verify.coordinator.machine import events
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
 from verify.coordinator.requests import Refusal, refusing, send_file
-from verify.formats.joining import MAX_PIECE_BYTES, TOKENIZER_FILE
+from verify.formats.documents import MAX_PIECE_BYTES, TOKENIZER_FILE
 
 MAX_REASON = 500
 """Largest number of characters of a reason."""

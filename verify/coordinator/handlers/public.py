@@ -37,13 +37,17 @@ from verify.coordinator.machine.filling import needed_groups, tried_groups
 from verify.coordinator.machine.stalls import waited_for
 from verify.coordinator.machine.state import LeaseRecord, State
 from verify.coordinator.requests import Refusal, read_body, refusing, send_file
-from verify.formats.evaluation import (
+from verify.formats.documents import (
     MAX_EVALUATION_BYTES,
+    MAX_FILES,
     Evaluated,
+    Site,
+    SiteFile,
     open_evaluation,
     read_evaluations,
+    sign_site,
+    sign_spec,
 )
-from verify.formats.joining import MAX_FILES, Site, SiteFile, sign_site, sign_spec
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

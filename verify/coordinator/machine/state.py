@@ -22,7 +22,7 @@ from rpds import HashTrieMap
 from runspec.core.spec.schema import Fill, RunSpec
 from verify.coordinator.machine.events import FailedAttempt, GroupGrade, VersionPublished
 from verify.coordinator.machine.islands import IslandPolicy, IslandState
-from verify.coordinator.machine.reputation import Standing, prefill_share
+from verify.coordinator.machine.trust import Standing, prefill_share
 from verify.formats.batch import rows_per_step
 from verify.formats.lease import Lease
 from verify.thresholds import GapNoise

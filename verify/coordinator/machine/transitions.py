@@ -20,12 +20,6 @@ from typing import Any
 
 from verify.coordinator.machine import events, islands
 from verify.coordinator.machine.events import IllegalTransition
-from verify.coordinator.machine.reputation import (
-    BAN_AFTER,
-    CLEAR_AFTER,
-    Standing,
-    should_quarantine,
-)
 from verify.coordinator.machine.state import (
     Draw,
     LeaseRecord,
@@ -36,6 +30,12 @@ from verify.coordinator.machine.state import (
     State,
     Tally,
     Worker,
+)
+from verify.coordinator.machine.trust import (
+    BAN_AFTER,
+    CLEAR_AFTER,
+    Standing,
+    should_quarantine,
 )
 
 LONGEST_DEFERRAL_S = 600.0

@@ -32,8 +32,8 @@ import numpy as np
 
 from verify.coordinator.machine import events
 from verify.coordinator.machine.events import GroupGrade
-from verify.coordinator.machine.reputation import WORKERS_GAPS
 from verify.coordinator.machine.state import Tally, Worker
+from verify.coordinator.machine.trust import WORKERS_GAPS
 from verify.formats.lease import Lease
 from verify.formats.verdict import RolloutVerdict
 from verify.thresholds import GapNoise
