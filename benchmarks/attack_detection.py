@@ -45,7 +45,7 @@ from benchmarks.attacks.torch_engine import sample_torch
 from benchmarks.null.text_model import Size
 from verify.calibration.derive import derive
 from verify.calibration.measure import Measurements
-from verify.checks.base import Subject
+from verify.checks import Subject
 from verify.thresholds import Limits
 
 PAIRS = (

@@ -23,9 +23,9 @@ import numpy as np
 from runspec.core.canonical import digest_bytes
 from runspec.core.signed import SigningKey
 from runspec.core.spec.schema import SamplerPool
-from verify.checks import GRADE_CHECKS, ROW_CHECKS, prefill_checks
-from verify.checks.base import Subject
-from verify.checks.rows import duplicates, fingerprints
+from verify.checks import Subject
+from verify.checks.prefill import prefill_checks
+from verify.checks.rows import GRADE_CHECKS, ROW_CHECKS, duplicates, fingerprints
 from verify.formats.lease import Lease, assignments, lease_digest, open_lease, sign_lease
 from verify.formats.submission import (
     Rollout,

@@ -35,8 +35,15 @@ from runspec.core.run_files import initial_model, step_folder
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from verify.formats import batch as batch_format
-from verify.formats.batch import BatchManifest, RangeManifest
-from verify.formats.islands import without_empty_shares
+from verify.formats.batch import (
+    BatchGroup,
+    BatchManifest,
+    IslandShare,
+    RangeManifest,
+    RowRange,
+    without_empty_shares,
+)
+from verify.formats.tables import Column, Schema, decode_table, encode_table, text
 
 B = TypeVar("B")
 _LENGTH = 8

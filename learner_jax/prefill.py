@@ -39,7 +39,7 @@ from runspec.core.models.parameters import chunk_tokens, prefill_bytes
 from runspec.core.spec import schema
 from runspec.core.spec.schema import RunSpec
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation, by_prompt, require_fits
-from verify.token_facts import Drawn, TokenFacts, Vocabulary, Wanted, facts_of, outputs_of
+from verify.recompute import Drawn, TokenFacts, Vocabulary, Wanted, facts_of, outputs_of
 from verify.truncation import HEADS, POWERS, Choices, Truncation
 
 MOST_REPEATS = 4

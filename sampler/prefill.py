@@ -41,7 +41,7 @@ from runspec.core.models.family import load_config
 from runspec.core.models.parameters import prefill_bytes
 from runspec.core.spec.schema import Hardware, Learner, RunSpec
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation, by_prompt, require_fits
-from verify.token_facts import Drawn, TokenFacts, Vocabulary, Wanted, facts_of, outputs_of
+from verify.recompute import Drawn, TokenFacts, Vocabulary, Wanted, facts_of, outputs_of
 from verify.truncation import Choices, Truncation
 
 CPU_POSITIONS, CPU_NUMBERS = 1 << 11, 1 << 18

@@ -29,7 +29,7 @@ from tests.harness import ROOT
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from verify.client import CoordinatorClient
 from verify.coordinator.handlers import islands
-from verify.formats.evaluation import Evaluated, Figure
+from verify.formats.documents import Evaluated, Figure
 from verify.validator import Validator
 
 GRAFANA = ROOT / "docs" / "grafana"

@@ -34,7 +34,7 @@ from verify.coordinator_http import (
     RunFinished,
     SubmissionRefused,
 )
-from verify.formats.joining import (
+from verify.formats.documents import (
     MAX_SIGNED_SPEC_BYTES,
     MAX_SITE_BYTES,
     Site,
@@ -284,7 +284,12 @@ class CoordinatorClient:
     def evaluations(self) -> set[tuple[str, int]]:
         """Return the evaluations of versions whose results the coordinator has."""
         data = self._http.call("GET", "/v1/evaluations", max_bytes=MAX_LIST_BYTES).content
-        return self._http.opened(data, _evaluations)
+
+        def read(data: bytes) -> set[tuple[str, int]]:
+            found = parse_object(data, max_bytes=MAX_LIST_BYTES)["evaluations"]
+            return {(str(one["evaluation"]), int(one["version"])) for one in found}
+
+        return self._http.opened(data, read)
 
     def evaluated(self, document: bytes) -> None:
         """Send a signed result. Sending it again changes nothing; the first of a version stays."""
@@ -311,11 +316,6 @@ class CoordinatorClient:
 
     def _post(self, path: str, body: Mapping[str, Any], *, wait_s: float = 0.0) -> Answer:
         return self._http.call("POST", path, body=canonical_json(dict(body)), wait_s=wait_s)
-
-
-def _evaluations(data: bytes) -> set[tuple[str, int]]:
-    answer = parse_object(data, max_bytes=MAX_LIST_BYTES)
-    return {(str(one["evaluation"]), int(one["version"])) for one in answer["evaluations"]}
 
 
 @contextmanager
@@ -368,21 +368,17 @@ def problem_files(
     with not_retried():
         if not site.files:
             compare_data_digests(data_digest(spec), site.data, whose="the coordinator")
-    _fetch(client, site, folder, log)
-    with not_retried():
-        compare_data_digests(data_digest(spec, folder), site.data, whose="the coordinator")
-    return folder
-
-
-def _fetch(client: CoordinatorClient, site: Site, folder: Path, log: logging.Logger) -> None:
-    wanted = {folder / file.source / file.path: file for file in site.files}
     missing = {
         path: file
-        for path, file in wanted.items()
-        if not path.is_file() or file_digest(path) != file.digest
+        for file in site.files
+        if not (path := folder / file.source / file.path).is_file()
+        or file_digest(path) != file.digest
     }
     if missing:
         total = sum(file.bytes for file in missing.values()) / 1e6
         log.info("fetching %d files of problems, %.1f MB", len(missing), total)
     for path, file in missing.items():
         client.fetch_data(file, path)
+    with not_retried():
+        compare_data_digests(data_digest(spec, folder), site.data, whose="the coordinator")
+    return folder

@@ -82,7 +82,7 @@ def sign_request(
 class RequestChecker:
     """Checks the headers of signed requests and remembers them until they expire.
 
-    The server's rates (`verify.coordinator.edge.limits`) limit how many it remembers. A restart
+    The server's rates (`verify.coordinator.authentication`) limit how many it remembers. A restart
     forgets them. A request that is replayed in the seconds after a restart does no harm, because
     repeated requests change nothing.
 

@@ -12,10 +12,16 @@ import numpy as np
 
 from runspec.core.errors import UserError, one_line
 from runspec.core.spec.schema import RunSpec
-from verify.checks import DUPLICATE_CHECKS, GRADE_CHECKS, ROW_CHECKS, prefill_checks
-from verify.checks.base import Examination, Subject, examine
-from verify.checks.prefill import logprob_diff, several_versions
-from verify.checks.rows import Rejected, fingerprints, open_rows
+from verify.checks import Examination, Subject, examine
+from verify.checks.prefill import logprob_diff, prefill_checks, several_versions
+from verify.checks.rows import (
+    DUPLICATE_CHECKS,
+    GRADE_CHECKS,
+    ROW_CHECKS,
+    Rejected,
+    fingerprints,
+    open_rows,
+)
 from verify.formats.lease import Lease, assignments
 from verify.formats.submission import Rollout, max_submission_bytes
 from verify.formats.verdict import MAX_FAULT, RolloutVerdict

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from runspec.core.canonical import canonical_json, is_digest, parse_object
+from runspec.core.canonical import canonical_json, digest_bytes, is_digest, parse_object
 from runspec.core.errors import UserError
 from runspec.core.http_client import Answer
 from runspec.core.signed import BadSignature, SigningKey
 from verify.coordinator_http import MAX_ANSWER_BYTES, CoordinatorHttp, SubmissionRefused
 from verify.formats.batch import MAX_BYTES as MAX_BATCH_BYTES
-from verify.formats.islands import (
+from verify.formats.batch import (
     MAX_RECORD_BYTES,
+    OUTER_STATES,
     CommitRecord,
     OuterStates,
     ShareOffered,
     open_commit,
-    read_outer_states,
-    record_digest,
+    read_outer,
     sign_offer,
 )
 from verify.formats.verdict import MAX_BYTES as MAX_FILE_BYTES
@@ -96,7 +96,7 @@ class IslandClient:
         """Return the newest outer state of each island that announced one, and how far the run
         is."""
         answer = self._get("/v1/islands/outer", 0.0, max_bytes=MAX_RECORD_BYTES)
-        return self._http.opened(answer.content, read_outer_states)
+        return self._http.opened(answer.content, read_outer, kind=OUTER_STATES)
 
     def offer(self, offer: ShareOffered) -> bool:
         """Sign an offer and send it; the same offer again changes nothing.
@@ -127,7 +127,7 @@ class IslandClient:
             return self._http.opened(data, _waiting)
         keys = self._http.roles().coordinator
         record = self._http.opened(data, open_commit, coordinators=keys, run=self._run, step=step)
-        return Committed(record, record_digest(data))
+        return Committed(record, digest_bytes(data))
 
     def lost(self, step: int, island: str) -> bool:
         """Say that the share of an island cannot be fetched, though the step's record names it.

@@ -216,8 +216,16 @@ def open_profile(
     profile, _ = open_payload(codec, data, kind=KIND, keys=keys, max_bytes=MAX_PROFILE_BYTES)
     if dated:
         check_times(KIND, profile.issued, profile.expires, time.time() if now is None else now)
-    if problem := _inconsistent(profile):
-        raise BadSignature(f"{KIND}: {problem}")
+    limits = profile.as_limits()
+    belows = [row.below for row in limits.short]
+    if belows != sorted(set(belows)):
+        raise BadSignature(f"{KIND}: limits of short chunks are not in ascending order")
+    published = limits_for(profile.sampler.precision, profile.validator.precision)
+    if hidden := set(looser_than_published(limits, published)) - set(profile.looser):
+        raise BadSignature(
+            f"{KIND}: {min(hidden)} is looser than the published limit, and `looser` does not name "
+            "it"
+        )
     return profile
 
 
@@ -240,18 +248,6 @@ def looser_than_published(limits: Limits, published: Limits) -> list[str]:
             if getattr(row, name) > getattr(there, name)
         ]
     return found
-
-
-def _inconsistent(profile: Profile) -> str:
-    limits = profile.as_limits()
-    belows = [row.below for row in limits.short]
-    if belows != sorted(set(belows)):
-        return "limits of short chunks are not in ascending order"
-    published = limits_for(profile.sampler.precision, profile.validator.precision)
-    hidden = set(looser_than_published(limits, published)) - set(profile.looser)
-    if hidden:
-        return f"{min(hidden)} is looser than the published limit, and `looser` does not name it"
-    return ""
 
 
 _OF_GAPS = ("gap", "gap_share", "gap_max", "gap_mean", "gap_noise")

@@ -147,7 +147,7 @@ class Limits:
     gap_share: float
     """Share of a rollout's tokens that may exceed `gap`, rounded down to whole tokens. If that is
     no token and the share is not 0, one token may, up to `SHORT_TAUS` tau
-    (`verify.checks.base`)."""
+    (`verify.checks`)."""
     gap_max: float
     """Largest gap of any token."""
     gap_mean: float

@@ -337,7 +337,13 @@ def describe(
     else:
         at, tail = thresholds_at(xp, scaled, rule, [rule.margin, TAIL * rule.margin], repeat=repeat)
         kept, wide, least = scaled >= at.kept, scaled >= tail.allowed, scaled >= at.sure
-        sure, outside = (own & least).any(-1), _outside(xp, scaled, own, at, tail, rule.margin)
+        sure = (own & least).any(-1)
+        # 0 for kept tokens, at most 2 margins for what the tail of rounding explains.
+        mine = xp.where(own, scaled, 0.0).sum(-1)
+        below = at.allowed[..., 0] - mine
+        outside = xp.where(below > 0.0, below + rule.margin, 0.0)
+        explained = mine >= tail.allowed[..., 0]
+        outside = xp.where(explained, xp.clip(outside, None, 2 * rule.margin), outside)
     top = xp.amax(scaled, -1)
     shifted = scaled - top[..., None]
     weights = xp.exp(xp.where(kept | own, shifted, -math.inf))
@@ -383,12 +389,3 @@ def _end(xp: Any, shifted: Any, end: Any, among: Any, others: Any) -> Any:
     total = xp.exp(xp.where(others | end, shifted, -math.inf)).sum(-1)
     share = xp.where(end, shifted, 0.0).sum(-1) - xp.log(xp.clip(total, _TINY, None))
     return xp.where((end & among).any(-1), xp.clip(share, None, 0.0), -math.inf)
-
-
-def _outside(xp: Any, scaled: Any, own: Any, at: Any, tail: Any, margin: float) -> Any:
-    """Return [n]: 0 for kept tokens, at most 2 margins for what the tail of rounding explains."""
-    mine = xp.where(own, scaled, 0.0).sum(-1)
-    below = at.allowed[..., 0] - mine
-    distance = xp.where(below > 0.0, below + margin, 0.0)
-    explained = mine >= tail.allowed[..., 0]
-    return xp.where(explained, xp.clip(distance, None, 2 * margin), distance)

@@ -3,7 +3,7 @@
 Every submission that a worker can send gets a verdict. If a check breaks, the submissions are
 examined one by one, so that the others get their verdicts. The submission at which it breaks goes
 back to the coordinator with the error, so that another validator can try
-(`verify.coordinator.machine.claims`). If the coordinator refuses a rejection, the validator sends
+(`verify.coordinator.machine.trust`). If the coordinator refuses a rejection, the validator sends
 one whose reason repeats nothing of a stranger's; an acceptance that is refused goes back like a
 check that breaks. If the coordinator or weights cannot be reached, or a check breaks at everything,
 the process ends, and its claimed submissions are offered again.
@@ -327,7 +327,7 @@ def is_drawn(key: SigningKey, submission: str, share: float) -> bool:
         key: key of the validator. Ed25519 signatures are deterministic, and this one is never sent.
         submission: digest of the submission.
         share: probability; it follows from the worker's reputation
-            (`verify.coordinator.machine.reputation`).
+            (`verify.coordinator.machine.trust`).
     """
     secret = key.sign(b"runspec/v1\x00prefill\x00" + submission.encode())
     draw = int.from_bytes(hash_parts("prefill", secret)[:8], "big")

@@ -127,19 +127,19 @@ def leaving(
         if ended.wait(GRACE_S):
             return
         log.info("SIGTERM: giving back %d submissions", len(client.claims))
-        releasing = threading.Thread(target=_give_back, args=(client,), daemon=True)
+
+        def give_back() -> None:
+            if claims := client.claims:
+                with suppress(UserError, RunFinished):
+                    client.release_claims(claims)
+
+        releasing = threading.Thread(target=give_back, daemon=True)
         releasing.start()
         releasing.join(RELEASE_S)
         logging.shutdown()
         os._exit(0)
 
     return _beside("leave", leave)
-
-
-def _give_back(client: CoordinatorClient) -> None:
-    if claims := client.claims:
-        with suppress(UserError, RunFinished):
-            client.release_claims(claims)
 
 
 def _end_stalled(client: CoordinatorClient, stage: Stage, log: logging.Logger) -> None:

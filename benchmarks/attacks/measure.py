@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import beta
 
-from verify.checks.base import Subject
+from verify.checks import Subject
 from verify.checks.prefill import logprobs, seeded_sampling, toploc
 from verify.checks.rows import termination
 from verify.thresholds import DRIFT, GapNoise, Limits

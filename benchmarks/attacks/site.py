@@ -22,7 +22,7 @@ from runspec.core.canonical import digest_bytes
 from runspec.core.signed import SigningKey
 from runspec.core.spec import schema
 from runspec.core.spec.schema import RunSpec
-from verify.checks.base import Subject
+from verify.checks import Subject
 from verify.examiner import Examiner, SubmissionFile, Verdict
 from verify.formats.lease import Lease, assignments, lease_digest, sign_lease
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission

@@ -34,7 +34,7 @@ from learner_jax.islands.state import (
 )
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
-from verify.formats.islands import CommitRecord, ShareOffered
+from verify.formats.batch import CommitRecord, ShareOffered
 from verify.island_client import Committed
 
 WAIT_S = 5.0

@@ -29,7 +29,7 @@ from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.signed import BadSignature, SigningKey
-from verify.formats.islands import Contribution, StoredOuter
+from verify.formats.batch import Contribution, StoredOuter
 
 SHARE_FILE, THETA_FILE, MOMENTUM_FILE = "share.bin", "theta.bin", "momentum.bin"
 FLOAT = np.dtype("<f4")

@@ -45,7 +45,7 @@ from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.run_files import SENT_NAME
 from runspec.core.spec.schema import Islands, Outer
-from verify.formats.islands import CommitRecord, StoredOuter
+from verify.formats.batch import CommitRecord, StoredOuter
 from verify.island_client import Committed, IslandClient
 
 

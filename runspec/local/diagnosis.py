@@ -17,8 +17,8 @@ from runspec.core.spec.schema import RunSpec
 from runspec.local.formatting import number, share
 from runspec.local.metrics import Row, mean
 from runspec.local.plots import Curve, Figure
-from verify.formats.evaluation import Evaluated, read_evaluations
-from verify.formats.evaluation import Figure as Mean
+from verify.formats.documents import Evaluated, read_evaluations
+from verify.formats.documents import Figure as Mean
 
 NEWEST = 20
 """Steps that are judged. With fewer nothing is said."""

@@ -28,7 +28,7 @@ from runspec.local.diagnosis import result_line, results_of
 from runspec.local.formatting import reported
 from runspec.local.identity import load_roles, root_public_key
 from runspec.local.metrics import read_rows
-from verify.formats.evaluation import Evaluated
+from verify.formats.documents import Evaluated
 
 
 def link_model(initial: Path, model: Path, tokenizer: Path | None) -> None:

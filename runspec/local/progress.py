@@ -19,7 +19,7 @@ from runspec.local.endpoints import coordinator_status
 from runspec.local.fleet import Reached
 from runspec.local.metrics import JsonLines, Row, latest_by_step
 from verify.formats.batch import FILE_NAME as BATCH_FILE
-from verify.formats.evaluation import read_evaluations
+from verify.formats.documents import read_evaluations
 
 _LOG_LINES = 2000
 _MAX_THING, _MAX_REMEDY = 800, 600

@@ -37,7 +37,7 @@ from runspec.local.progress import stages
 from runspec.local.run_dir import holder
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
 from verify.coordinator.ledger.ledger import Dropped, read_dropped
-from verify.formats.evaluation import Evaluated
+from verify.formats.documents import Evaluated
 
 EVENTS = 10
 REMEDY = "; remedy: "

@@ -10,9 +10,9 @@ from random import Random
 from runspec.simulate.coordinator import Coordinator
 from runspec.simulate.model import VALIDATORS, Interval, Lengths
 from runspec.simulate.population import ValidatorsBlock
-from verify.coordinator.machine.claims import Claims
 from verify.coordinator.machine.events import GroupGrade, SubmissionJudged, SubmissionSetAside
 from verify.coordinator.machine.state import LeaseRecord
+from verify.coordinator.machine.trust import Claims
 
 UNRECOMPUTED_S_TOKEN = 15e-6
 """Seconds an output token of a submission that is not recomputed: parsing, grading, checks and

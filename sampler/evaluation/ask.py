@@ -34,7 +34,7 @@ from runspec.core.spec.schema import Evaluation, RunSpec, SamplerPool
 from sampler.engine.requests import Sampled, SampleRequest, sample_requests
 from sampler.tasks.prompts import PromptCodec
 from sampler.tasks.task_set import Problems, RunTask, build_evaluation_set, problem_filter
-from verify.formats.evaluation import Figure, ProblemResult
+from verify.formats.documents import Figure, ProblemResult
 from verify.noise import noise_key
 from verify.plugins import GradeItem, GraderFault
 

@@ -31,7 +31,7 @@ from sampler.evaluation.ask import Questions, ask, summary
 from sampler.role import RoleOptions, VersionWatch
 from sampler.tasks.task_set import RunTask, build_evaluation_set
 from verify.client import CoordinatorClient, problem_files
-from verify.formats.evaluation import Evaluated, ProblemResult, sign_evaluation
+from verify.formats.documents import Evaluated, ProblemResult, sign_evaluation
 from verify.plugins import require_graders
 
 _LOOK_S = 0.5

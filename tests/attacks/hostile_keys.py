@@ -41,9 +41,9 @@ from tests.verify.coordinator.deployment import blank_rows
 from tests.waiting import eventually
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
 from verify.coordinator.ledger.ledger import Ledger
-from verify.coordinator.machine.reputation import Standing
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
+from verify.coordinator.machine.trust import Standing
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import Rollout, encode_rollouts
 from verify.noise import gumbel

@@ -33,10 +33,10 @@ from tests.verify.coordinator.over_http import granted, post, status
 from tests.verify.small_model import ParityTask, Worker, fixed_key, small_spec
 from tests.verify.test_workers_to_batches import DISHONEST, HONEST, SPEC, STEPS, at_work, work
 from verify.checks.rows import fingerprints
-from verify.coordinator.machine.claims import ATTEMPTS
+from verify.coordinator.machine.trust import ATTEMPTS
 from verify.coordinator_http import sign_request
-from verify.formats.joining import Site as SiteDocument
-from verify.formats.joining import SiteFile, open_site, sign_site
+from verify.formats.documents import Site as SiteDocument
+from verify.formats.documents import SiteFile, open_site, sign_site
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import KIND as SUBMISSION
 from verify.formats.submission import (

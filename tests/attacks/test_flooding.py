@@ -25,7 +25,8 @@ from runspec.core.spec.schema import Backlog
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec
 from tests.verify.coordinator.over_http import granted, post
 from tests.waiting import eventually
-from verify.coordinator.edge import limits, requests
+from verify.coordinator import authentication as limits
+from verify.coordinator import requests
 from verify.coordinator.handlers import context, leasing
 from verify.coordinator.handlers.public import Cache
 from verify.coordinator.ledger.ledger import Ledger

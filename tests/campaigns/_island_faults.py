@@ -21,7 +21,7 @@ from runspec.core.spec.schema import RunSpec
 from tests.learner_jax.islands.island_runs import IslandRun
 from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import IslandsCommitted
-from verify.formats.islands import CommitRecord
+from verify.formats.batch import CommitRecord
 from verify.island_client import Committed, IslandClient
 
 DISK_BYTES = 24 << 20

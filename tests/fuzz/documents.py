@@ -26,7 +26,7 @@ from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.profiles import made_profile
 from tests.verify.small_model import fixed_key
 from verify import profile
-from verify.formats import batch, islands, joining, lease, submission, verdict
+from verify.formats import batch, documents, lease, submission, verdict
 from verify.thresholds import BFLOAT16, ChunkLimits
 
 KEY, GUEST = fixed_key(9), fixed_key(1)
@@ -52,7 +52,7 @@ def said(document: Any) -> dict[str, Any]:
             times = {"issued": document.issued, "expires": document.expires}
             return {"run": document.run, "roles": held, **times}
         case _:
-            return islands.without_empty_shares(asdict(document))
+            return batch.without_empty_shares(asdict(document))
 
 
 def as_read(document: Any, payload: dict[str, Any]) -> dict[str, Any]:
@@ -61,12 +61,12 @@ def as_read(document: Any, payload: dict[str, Any]) -> dict[str, Any]:
         case roles.Roles():
             held = {name: sorted(set(keys)) for name, keys in payload["roles"].items()}
             return {**payload, "roles": held}
-        case joining.Site():
+        case documents.Site():
             return {name: payload[name] for name in asdict(document)}
         case manifest.WeightsManifest() | profile.Profile():
             return payload
         case _:
-            return islands.without_empty_shares(payload)
+            return batch.without_empty_shares(payload)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _open_invite(data: bytes) -> roles.Invite:
 
 _SHARE = ("http://127.0.0.1:8000", DIGEST, OTHER, 400, 128.0, 0.5)
 _GROUPS = [batch.BatchGroup(DIGEST, OTHER, group, 3, 2) for group in (0, 1)]
-_SHARES = islands.divide(18, 24, ["a", "b"])
+_SHARES = batch.divide(18, 24, ["a", "b"])
 _CHUNKS = [{"blake3": DIGEST, "size": 20}, {"blake3": OTHER, "size": 10}]
 _INFO = {"size": 30, "blake3": DIGEST, "chunks": _CHUNKS}
 _ANCHOR = {
@@ -148,24 +148,24 @@ _KINDS = [
         lambda d: batch.open_ranges(d, coordinators=KEYS, run="demo", step=3, rows_per_step=6),
     ),
     Kind(
-        islands.OFFER_KIND,
-        [islands.ShareOffered("a", *_SHARE, "demo", 3, DIGEST, OTHER)],
-        lambda data: islands.open_offer(data, keys={"a": KEY.public_hex}, run="demo"),
+        batch.OFFER_KIND,
+        [batch.ShareOffered("a", *_SHARE, "demo", 3, DIGEST, OTHER)],
+        lambda data: batch.open_offer(data, keys={"a": KEY.public_hex}, run="demo"),
     ),
     Kind(
-        islands.COMMIT_KIND,
+        batch.COMMIT_KIND,
         [
-            islands.CommitRecord(
-                *("demo", 3, DIGEST, "float16", [islands.Contribution(n, *_SHARE) for n in "ab"]),
-                *([islands.Dropped("c", "no share offered")], OTHER, 7, DIGEST),
+            batch.CommitRecord(
+                *("demo", 3, DIGEST, "float16", [batch.Contribution(n, *_SHARE) for n in "ab"]),
+                *([batch.Dropped("c", "no share offered")], OTHER, 7, DIGEST),
             )
         ],
-        lambda data: islands.open_commit(data, coordinators=KEYS, run="demo", step=3),
+        lambda data: batch.open_commit(data, coordinators=KEYS, run="demo", step=3),
     ),
     Kind(
-        joining.SITE_KIND,
-        [joining.Site("demo", ["http://a"], [joining.SiteFile("s", "a/b", 7, DIGEST)], OTHER)],
-        lambda data: joining.open_site(data, coordinators=KEYS, run="demo"),
+        documents.SITE_KIND,
+        [documents.Site("demo", ["http://a"], [documents.SiteFile("s", "a/b", 7, DIGEST)], OTHER)],
+        lambda data: documents.open_site(data, coordinators=KEYS, run="demo"),
     ),
     Kind(
         latest.KIND,
@@ -204,8 +204,8 @@ def _check_damaged(document: Any, given: tuple[str, bytes]) -> None:
 
 
 def _open_spec(payload: dict[str, Any]) -> Any:
-    data = sign_document(joining.SPEC_KIND, payload, KEY)
-    return joining.open_spec(data, coordinators=KEYS, place="http://x")
+    data = sign_document(documents.SPEC_KIND, payload, KEY)
+    return documents.open_spec(data, coordinators=KEYS, place="http://x")
 
 
 LANES = [
@@ -235,7 +235,7 @@ LANES = [
     ),
     Lane(
         "spec",
-        changed([json.loads(joining.sign_spec(tiny_spec(), KEY))["payload"]], ODD),
+        changed([json.loads(documents.sign_spec(tiny_spec(), KEY))["payload"]], ODD),
         _open_spec,
         refusals=(BadSignature, UserError),
         memory=64 << 20,

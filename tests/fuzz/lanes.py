@@ -35,10 +35,10 @@ from tests.fuzz.strategies import TEXT_PIECES, changed, damaged, damaged_json, t
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec
 from tests.verify.coordinator.over_http import granted, post
 from tests.verify.small_model import fixed_key
-from verify.coordinator.edge import limits
-from verify.coordinator.edge import requests as received
-from verify.coordinator.edge.requests import Refusal
+from verify.coordinator import authentication as limits
+from verify.coordinator import requests as received
 from verify.coordinator.handlers.workers import Activity, scalars
+from verify.coordinator.requests import Refusal
 from verify.coordinator_http import RequestChecker, SignedRequest, Unauthorised, sign_request
 
 # --- texts --------------------------------------------------------------------------------------

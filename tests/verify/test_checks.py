@@ -13,7 +13,7 @@ from runspec.core.errors import UserError
 from runspec.core.spec.schema import Thresholds
 from tests.verify.bench import MODEL, Bench
 from tests.verify.small_model import NumpyEngine, ParityTask
-from verify.checks.base import few_exceptions
+from verify.checks import few_exceptions
 from verify.checks.rows import OUTPUT_NATS, fingerprints
 from verify.examiner import Verdict
 from verify.formats.lease import assignments

@@ -16,14 +16,15 @@ from tests.fuzz.files import SUBMISSION, VERDICT, Kind, check_rows
 from verify.formats.batch import (
     BatchGroup,
     BatchManifest,
+    IslandShare,
     RangeManifest,
     RowRange,
+    divide,
     open_batch,
     open_ranges,
     sign_batch,
     sign_ranges,
 )
-from verify.formats.islands import IslandShare, divide
 from verify.formats.lease import Lease, assignments
 from verify.formats.submission import decode_rollouts, encode_rollouts
 from verify.formats.tables import MalformedTable

@@ -19,7 +19,7 @@ from hypothesis.extra.numpy import arrays
 from tests.verify.bench import MODEL, Bench
 from verify.checks.prefill import ALPHA, END_NAMES, NAMES, end_sums, evidence, log_ratios
 from verify.noise import gumbel, hashed, noise_key, token_words
-from verify.token_facts import Drawn, Vocabulary, Wanted, facts_of, token_facts
+from verify.recompute import Drawn, Vocabulary, Wanted, facts_of, token_facts
 from verify.truncation import (
     HEADS,
     POWERS,

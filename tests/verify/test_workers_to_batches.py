@@ -37,7 +37,7 @@ from verify import validator
 from verify.__main__ import main as verify
 from verify.audit.replay import audit
 from verify.client import RunFinished, SubmissionRefused, problem_files
-from verify.formats.evaluation import Evaluated, Figure, sign_evaluation
+from verify.formats.documents import Evaluated, Figure, sign_evaluation
 from verify.formats.lease import open_lease
 from verify.formats.submission import decode_rollouts
 from verify.formats.verdict import decode_verdicts

@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.run_files import step_folder
 from runspec.core.signed import BadSignature
-from verify.audit.findings import Report, Signers
+from verify.audit.files import Report, Signers
 from verify.coordinator.machine import filling, islands
 from verify.coordinator.machine.events import (
     IslandsCommitted,
@@ -32,17 +33,14 @@ from verify.formats.batch import (
     MAX_BYTES,
     BatchGroup,
     BatchManifest,
-    RangeManifest,
-    open_batch,
-    open_ranges,
-)
-from verify.formats.islands import (
     CommitRecord,
     Contribution,
+    RangeManifest,
     ShareOffered,
+    open_batch,
     open_commit,
     open_offer,
-    record_digest,
+    open_ranges,
 )
 
 _OF_HEARTBEATS = "sampler_busy_fraction"
@@ -279,7 +277,7 @@ class IslandAudit:
         """
         require = self._report.require
         data, step = event.document.encode("utf-8", "replace"), event.record.step
-        first, _ = self._records.setdefault(step, (row, record_digest(data)))
+        first, _ = self._records.setdefault(step, (row, digest_bytes(data)))
         require(first == row, row, "commit", f"a second record of step {step}", f"row {first}'s")
         try:
             keys = signers.coordinators(data)

@@ -15,8 +15,7 @@ from runspec.core.signed import CLOCK_SKEW_S, BadSignature
 from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import RunSpec
 from verify.audit.batches import BatchAudit, IslandAudit, batches_on_disk
-from verify.audit.files import FileAudit
-from verify.audit.findings import Credit, Report, Signers, read_roles
+from verify.audit.files import Credit, FileAudit, Report, Signers, read_roles
 from verify.coordinator.ledger.ledger import FIRST_CHAIN, BadRow, LedgerSnapshot, decode_event
 from verify.coordinator.ledger.store import Row
 from verify.coordinator.machine import events
@@ -216,7 +215,9 @@ class _Replay:
                 self._leases.granted(row.seq, event, signers)
                 self._answers[event.digest] = _Answered(event.lease)
             case events.SubmissionReceived():
-                self._received(row.seq, event)
+                if answered := self._answered(row.seq, "submission", event.lease):
+                    answered.submission = event.submission
+                    self._files.received(row.seq, event, answered.lease)
             case events.SubmissionJudged():
                 self._judged(row.seq, event, signers, before)
             case events.StepClosed():
@@ -274,12 +275,6 @@ class _Replay:
             return None
         self._history.take(event, self._state.leases)
         return before
-
-    def _received(self, row: int, event: events.SubmissionReceived) -> None:
-        answered = self._answered(row, "submission", event.lease)
-        if answered is not None:
-            answered.submission = event.submission
-            self._files.received(row, event, answered.lease)
 
     def _judged(
         self, row: int, event: events.SubmissionJudged, signers: Signers, before: State | None

@@ -218,14 +218,20 @@ def calibrate(
     published = limits_for(precision_of(pool), spec.learner.compute_dtype)
     taken, versions = _with_weights(run_dir, spec, name, fetched, log)
     measured = Measurements()
-    with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
+    with tempfile.TemporaryDirectory(prefix="calibrate-") as cache:
         for version in versions.values():
-            link_version(version, Path(folder))
-        for _, pairs in recomputed(taken, spec, pool, Path(folder), published.gap):
+            link_version(version, Path(cache))
+        for _, pairs in recomputed(taken, spec, pool, Path(cache), published.gap):
             measured.take(pairs, published)
             if measured.submissions % AT_ONCE == 0:
                 log.info("%d of %d submissions recomputed", measured.submissions, len(taken))
     derived = derive(measured, published, rate=rate, allow_looser=allow_looser)
+    folder = versions[max(versions)].folder
+    try:
+        config = read_config(folder)
+        model = form.ModelSide(**{name: config[name] for name in form.ModelSide.model_fields})
+    except (KeyError, ValueError) as error:
+        raise UserError(f"does not say the model's size: {error}", place=str(folder)) from error
     now = time.time()
     return form.Profile(
         version=1,
@@ -245,7 +251,7 @@ def calibrate(
             hardware=form.validator_hardware(spec),
             releases=_releases(spec.verify.engine),
         ),
-        model=_model_side(versions[max(versions)].folder),
+        model=model,
         measured=form.Measured(
             run=spec.name,
             oldest_version=min(versions),
@@ -286,14 +292,6 @@ def _with_weights(
             "(`broadcast.keep_versions`); --weights names a folder of fetched ones",
         )
     return taken, {each.lease.version: versions[each.lease.version] for each in taken}
-
-
-def _model_side(folder: Path) -> form.ModelSide:
-    try:
-        config = read_config(folder)
-        return form.ModelSide(**{name: config[name] for name in form.ModelSide.model_fields})
-    except (KeyError, ValueError) as error:
-        raise UserError(f"does not say the model's size: {error}", place=str(folder)) from error
 
 
 def _releases(engine: str) -> dict[str, str]:

@@ -242,7 +242,9 @@ def derive(
     Raises:
         UserError: there are too few rollouts for the rate, or too much noise to detect a guess.
     """
-    probability = rate / _count(measured)
+    # J, the number of measured numbers; the two radii of the null test count as one.
+    twice = sum(f"miss_share {RADII[1]}" in key for key in measured.values)
+    probability = rate / (len(measured.values) + bool(measured.gaps) - twice)
     needed = samples_needed(probability)
     if measured.rollouts < needed:
         raise UserError(
@@ -260,12 +262,6 @@ def derive(
         short=tuple(ChunkLimits(below=below, **work.chunks(below)) for below in SHORT_BELOW),
     )
     return Derived(limits, work.numbers, work.looser)
-
-
-def _count(measured: Measurements) -> int:
-    """Return J: the number of measured numbers; the two radii of the null test count as one."""
-    twice = sum(f"miss_share {RADII[1]}" in key for key in measured.values)
-    return len(measured.values) + bool(measured.gaps) - twice
 
 
 class _Work:
@@ -318,7 +314,12 @@ class _Work:
         short = _rounded_up(min(SHORT_TAUS * tau, published.gap_max))
         largest = self._at_least("gap_max", short, "what a short rollout may have")
         noise = noise_of(gaps, tau=tau, least=FLOOR.gap_mean, probability=self._probability)
-        self._note_noise(noise)
+        means = np.array([noise.counted(each) / len(each) for each in gaps])
+        note = (
+            f"gaps up to {noise.cap:g}; of {_MANY} tokens {noise.largest_mean(_MANY):.3g} at most, "
+            f"of a worker an excess of {noise.largest_excess:.3g} nats"
+        )
+        self._note("gap_noise", means, Bound(noise.mean / ROOM), math.inf, noise.mean, note)
         return {"gap": tau, "gap_max": largest, "gap_noise": noise}
 
     def _at_least(self, name: str, least: float, note: str) -> float:
@@ -330,14 +331,6 @@ class _Work:
         if key in self.numbers:  # numbers without a measurement are not in the profile
             self.numbers[key] = self.numbers[key].model_copy(update={"limit": limit, "note": note})
         return limit
-
-    def _note_noise(self, noise: GapNoise) -> None:
-        means = np.array([noise.counted(each) / len(each) for each in self._gaps])
-        note = (
-            f"gaps up to {noise.cap:g}; of {_MANY} tokens {noise.largest_mean(_MANY):.3g} at most, "
-            f"of a worker an excess of {noise.largest_excess:.3g} nats"
-        )
-        self._note("gap_noise", means, Bound(noise.mean / ROOM), math.inf, noise.mean, note)
 
     def chunks(self, below: int | None) -> dict[str, Any]:
         """Return the limits of a class of chunks."""

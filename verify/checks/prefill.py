@@ -41,7 +41,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from runspec.core.errors import UserError
-from verify.checks.base import Subject, at_most, few_exceptions
+from runspec.core.spec.schema import SamplerPool
+from verify.checks import Check, Subject, at_most, few_exceptions
 from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult
 from verify.recompute import Recomputed
@@ -397,3 +398,11 @@ def _log_odds(log_end: np.ndarray) -> np.ndarray:
     """Return log-odds, f64 [n], from log-probs of the end token."""
     log_end = np.clip(log_end.astype(np.float64), _IMPOSSIBLE, _CERTAIN)
     return log_end - np.log(-np.expm1(log_end))
+
+
+def prefill_checks(pool: SamplerPool) -> list[Check]:
+    """Return the checks that need the prefill, cheap ones first."""
+    seeded = [seeded_sampling, seeded_sampling_submission]
+    unseeded = [kept_tokens, ends_submission, ends, chosen_tokens_submission, chosen_tokens]
+    tokens = seeded if pool.sampling.seeded else unseeded
+    return [logprobs_submission, logprobs, *tokens, toploc]

@@ -27,7 +27,7 @@ from blake3 import blake3
 
 from runspec.core.canonical import digest_bytes
 from runspec.core.signed import BadSignature
-from verify.checks.base import Subject, at_most, no_faults, row_check
+from verify.checks import Check, Subject, at_most, no_faults, row_check
 from verify.formats.lease import Lease
 from verify.formats.submission import Rollout, decode_rollouts, open_submission
 from verify.formats.tables import MalformedTable
@@ -324,3 +324,11 @@ def duplicates(subject: Subject) -> list[CheckResult]:
             no_faults("duplicates", [f"a run of tokens of row {other}" for other in shared])
         )
     return results
+
+
+ROW_CHECKS: list[Check] = [assignment, bounds, versions, termination, proof_format]
+"""Checks that need the rows alone, cheap ones first."""
+GRADE_CHECKS: list[Check] = [reward]
+"""Checks that need the validator's grades."""
+DUPLICATE_CHECKS: list[Check] = [duplicates]
+"""Checks that need the rows' fingerprints, and so their log-probs."""

@@ -28,10 +28,10 @@ from verify.formats.batch import (
     BatchManifest,
     RangeManifest,
     RowRange,
+    divide,
     sign_batch,
     sign_ranges,
 )
-from verify.formats.islands import divide
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0
@@ -125,7 +125,11 @@ class Closing:
 
     def _advance(self, now: float) -> bool:
         """Do what is due; return whether more steps may close now."""
-        self._notice_jump(now)
+        ahead = now - self._steady()
+        if abs(ahead - self._ahead) > _JUMP_S:  # the machine slept, or its clock was set
+            _log.warning("the clock jumped by %.0f s: deadlines start again", ahead - self._ahead)
+            self._journal.record(events.CoordinatorStarted(now))
+        self._ahead = ahead
         self._write_batch()
         for record in filling.expired_leases(self._journal.state, now):
             self._journal.record(events.LeaseExpired(now, record.digest))
@@ -152,14 +156,6 @@ class Closing:
     def _stopped(self, stalled: Stalled) -> RunStopped:
         remedy = stalled.remedy.replace(RUN_DIR, str(self._journal.run_dir))
         return RunStopped(stalled.reason, place=f"run {self._run.spec.name}", remedy=remedy)
-
-    def _notice_jump(self, now: float) -> None:
-        """Restart the deadlines if the machine slept or its clock was set."""
-        ahead = now - self._steady()
-        if abs(ahead - self._ahead) > _JUMP_S:
-            _log.warning("the clock jumped by %.0f s: deadlines start again", ahead - self._ahead)
-            self._journal.record(events.CoordinatorStarted(now))
-        self._ahead = ahead
 
     def _close_step(self, decision: filling.Close, now: float) -> None:
         state, step, groups = self._journal.state, decision.step, []

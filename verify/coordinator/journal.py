@@ -76,11 +76,8 @@ class Journal:
             UserError: it cannot be written at all, or not for longer than `STORAGE_S`.
         """
         state, events = recorded(self.state, event)
-        try:
+        with self._putting_off():
             self.ledger.append(events)
-        except NotNow as error:
-            self.put_off(error)
-            raise
         self.written(self.ledger.place)
         self.state = state
         for new in events:
@@ -100,17 +97,22 @@ class Journal:
         Raises:
             NotNow, UserError: as `record` does.
         """
-        try:
+        with self._putting_off():
             self.ledger.settle()
-        except NotNow as error:
-            self.put_off(error)
-            raise
         try:
             yield
         except BaseException:
             if not self.ledger.in_doubt:
                 for path in files:
                     path.unlink(missing_ok=True)
+            raise
+
+    @contextmanager
+    def _putting_off(self) -> Iterator[None]:
+        try:
+            yield
+        except NotNow as error:
+            self.put_off(error)
             raise
 
     def put_off(self, error: NotNow) -> None:

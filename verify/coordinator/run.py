@@ -25,12 +25,9 @@ from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec.load import load_resolved
 from runspec.core.spec.role_names import island_names, worker_names
 from runspec.core.spec.schema import RunSpec
+from verify.coordinator.authentication import Authentication, Connections, Limiter, networks
 from verify.coordinator.closing import Closing
-from verify.coordinator.edge.authentication import Authentication, networks
-from verify.coordinator.edge.backlog import Backlog
-from verify.coordinator.edge.limits import Connections, Limiter
-from verify.coordinator.edge.requests import Refusal
-from verify.coordinator.handlers.context import Handler, RunContext
+from verify.coordinator.handlers.context import Backlog, Handler, RunContext
 from verify.coordinator.handlers.islands import Islands
 from verify.coordinator.handlers.judging import Judging
 from verify.coordinator.handlers.leasing import Leasing
@@ -40,6 +37,7 @@ from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.ledger.ledger import open_ledger
 from verify.coordinator.machine.events import IllegalTransition
 from verify.coordinator.machine.state import Policy
+from verify.coordinator.requests import Refusal
 from verify.coordinator_http import RequestChecker, Unauthorised
 from verify.profile import gap_noise_by_pool
 

@@ -252,7 +252,11 @@ def _compare(chunks: list[np.ndarray], claims: list[tuple[Proof, int]]) -> list[
     points = selection.indices % moduli[:, None]
     claimed = canonical(evaluate(coefficients.astype(np.float64), points))
     modulus_gaps = np.maximum(injective_moduli(selection.indices) - moduli, 0)
-    missing = _missing_terms(selection, coefficients)
+    # Whether all k activations are equal, so that the polynomial is a constant.
+    alike = (~used | (true == true[:, :1])).all(axis=1)
+    degrees = TOP_K - 1 - np.argmax(coefficients[:, ::-1] != 0, axis=1)
+    degrees[~coefficients.any(axis=1)] = 0
+    missing = np.where(alike, 0, k - 1 - degrees)
     agree = used & ((true ^ claimed) & _EXPONENT == 0)
     agreeing = agree.sum(axis=1)
     mantissa = np.abs((true & _MANTISSA) - (claimed & _MANTISSA))
@@ -265,7 +269,7 @@ def _compare(chunks: list[np.ndarray], claims: list[tuple[Proof, int]]) -> list[
     constant = _constant_error(true & MAGNITUDE, used, k)
     misses = np.stack([(used & (distance > radius)).sum(axis=1) for radius in RADII], axis=1)
     guesses = guessable(selection, ordered, np.array([width for _, width in claims]))
-    guesses = np.where(_alike(selection)[:, None], k[:, None], guesses)  # a constant hits them
+    guesses = np.where(alike[:, None], k[:, None], guesses)  # a constant hits them
     return [
         ChunkStatistics(
             k=int(k[c]),
@@ -283,18 +287,6 @@ def _compare(chunks: list[np.ndarray], claims: list[tuple[Proof, int]]) -> list[
         )
         for c in range(len(k))
     ]
-
-
-def _missing_terms(selection: Selection, coefficients: np.ndarray) -> np.ndarray:
-    degrees = TOP_K - 1 - np.argmax(coefficients[:, ::-1] != 0, axis=1)
-    degrees[~coefficients.any(axis=1)] = 0
-    return np.where(_alike(selection), 0, selection.k - 1 - degrees)
-
-
-def _alike(selection: Selection) -> np.ndarray:
-    """Return bool [C]: whether all k activations are equal, so that the polynomial is a
-    constant."""
-    return (~selection.used | (selection.bits == selection.bits[:, :1])).all(axis=1)
 
 
 def _signed(bits: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ from runspec.local.metrics import Row, end_figures, summarise, summary_pairs, ti
 from runspec.local.plots import Curve, Figure, figures
 from verify.coordinator.machine import events
 from verify.coordinator.machine.events import Event
-from verify.formats.evaluation import Evaluated
+from verify.formats.documents import Evaluated
 
 MOST = 4000
 """Newest spans that are kept of each source."""

@@ -33,12 +33,13 @@ from verify.coordinator.ledger.ledger import BadRow, LedgerSnapshot, damaged, de
 from verify.coordinator.ledger.store import NoLedger
 from verify.coordinator.machine.events import Event
 from verify.coordinator_http import CoordinatorHttp, SubmissionRefused
-from verify.formats.evaluation import Evaluated, Figure
-from verify.formats.joining import (
+from verify.formats.documents import (
     MAX_PIECE_BYTES,
     MAX_ROW_BYTES,
     MAX_SIGNED_SPEC_BYTES,
     TOKENIZER_FILE,
+    Evaluated,
+    Figure,
     open_spec,
 )
 from verify.formats.submission import largest_accepted_bytes

@@ -34,7 +34,7 @@ from runspec.core.spec.schema import RunSpec
 from runspec.local.metrics import JsonLines, Row, read_rows
 from runspec.local.monitors import Entry, Monitor, Target
 from runspec.local.run_dir import hold, holder
-from verify.formats.evaluation import Evaluated, read_evaluations
+from verify.formats.documents import Evaluated, read_evaluations
 
 POLL_S = 2.0
 POSITION_FILE = "position.json"

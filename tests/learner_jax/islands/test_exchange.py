@@ -20,7 +20,7 @@ from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Islands
 from tests.waiting import eventually
-from verify.formats.islands import (
+from verify.formats.batch import (
     CommitRecord,
     Contribution,
     Dropped,

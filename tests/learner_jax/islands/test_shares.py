@@ -25,7 +25,7 @@ from runspec.core.signed import SigningKey
 from tests.broadcast.conftest import Served
 from tests.broadcast.fake_relay import FakeRelay, Request, head, held_until
 from tests.waiting import eventually
-from verify.formats.islands import Contribution, StoredOuter
+from verify.formats.batch import Contribution, StoredOuter
 
 LOG = logging.getLogger("test")
 RUN = "demo"

@@ -30,7 +30,7 @@ from learner_jax.warm_start import model_config
 from runspec.core.spec.role_names import island_spec
 from runspec.core.spec.schema import Outer, RunSpec
 from tests.learner_jax.test_document_runs import document_spec
-from verify.formats.islands import CommitRecord, Contribution, Dropped
+from verify.formats.batch import CommitRecord, Contribution, Dropped
 
 pytestmark = pytest.mark.slow
 

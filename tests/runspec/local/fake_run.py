@@ -26,7 +26,7 @@ from runspec.local.run_dir import run_directory
 from runspec.local.state import RunState
 from runspec.local.supervisor import Watcher
 from tests.runspec.supervised import supervised_spec
-from verify.formats.evaluation import Evaluated, Figure, sign_evaluation
+from verify.formats.documents import Evaluated, Figure, sign_evaluation
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGET_SHORT = ROOT / "specs" / "target_short.yaml"

@@ -26,7 +26,7 @@ from runspec.local.state import RunState
 from tests.runspec.local.dashboard.made_run import report
 from tests.runspec.local.fake_run import ZERO, island_run, small_spec, store
 from tests.runspec.supervised import supervised_spec
-from verify.formats.evaluation import read_evaluations
+from verify.formats.documents import read_evaluations
 
 
 def test_each_whole_line_is_read_once_and_a_cut_file_anew(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tests.preloaded import SAMPLER, Program
 from tests.sampler.engine.models import save_version
 from tests.sampler.worker.works import free_port
 from tests.waiting import eventually
-from verify.formats.evaluation import Evaluated, open_evaluation, read_evaluations
+from verify.formats.documents import Evaluated, open_evaluation, read_evaluations
 
 pytestmark = pytest.mark.slow
 

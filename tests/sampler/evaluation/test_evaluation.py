@@ -25,7 +25,7 @@ from tests.broadcast.model_versions import ModelVersions
 from tests.figures import figures_of
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.waiting import eventually
-from verify.formats.evaluation import Evaluated, Figure, ProblemResult
+from verify.formats.documents import Evaluated, Figure, ProblemResult
 
 STEPS, SUITES, LONG_S = 10, 1000, 600.0
 

@@ -40,7 +40,7 @@ from tests.sampler.worker.works import LENGTH, LOG, LONG_S, site_of
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.waiting import eventually
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
-from verify.coordinator.edge.limits import RATES
+from verify.coordinator.authentication import RATES
 from verify.coordinator.handlers.workers import DEAD_AFTER_S
 from verify.formats.lease import MAX_OPEN_LEASES
 

@@ -28,7 +28,7 @@ from tests.verify.coordinator.deployment import Site, tiny_spec, verdict
 from tests.verify.profiles import document, made_profile
 from verify.__main__ import main
 from verify.audit import replay
-from verify.audit.findings import Credit, read_roles
+from verify.audit.files import Credit, read_roles
 from verify.audit.replay import audit
 from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import RolledBack

@@ -21,15 +21,17 @@ from tests.verify.coordinator.documents import documents_spec
 from tests.verify.coordinator.filled import digest
 from tests.verify.coordinator.island_run import island, offer, outer, with_islands
 from tests.verify.coordinator.over_http import polled
-from verify.formats.batch import RowRange, open_ranges, sign_ranges
-from verify.formats.islands import (
+from verify.formats.batch import (
     CommitRecord,
     Contribution,
     Dropped,
+    RowRange,
     open_commit,
     open_offer,
+    open_ranges,
     sign_commit,
     sign_offer,
+    sign_ranges,
 )
 from verify.island_client import Committed
 

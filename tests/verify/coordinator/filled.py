@@ -15,10 +15,8 @@ from runspec.core.signed import SigningKey
 from runspec.core.spec.schema import Backlog as BacklogLimits
 from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import RUN
-from verify.coordinator.edge.authentication import Authentication
-from verify.coordinator.edge.backlog import Backlog
-from verify.coordinator.edge.limits import Limiter
-from verify.coordinator.handlers.context import RunContext
+from verify.coordinator.authentication import Authentication, Limiter
+from verify.coordinator.handlers.context import Backlog, RunContext
 from verify.coordinator.handlers.leasing import Leasing
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine import events, filling

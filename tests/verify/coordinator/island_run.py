@@ -8,7 +8,7 @@ from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, tiny_spec
 from tests.verify.coordinator.documents import documents_spec
 from tests.verify.coordinator.filled import digest
-from verify.formats.islands import ShareOffered
+from verify.formats.batch import ShareOffered
 from verify.island_client import IslandClient
 
 NAMES = ("a", "b", "c")

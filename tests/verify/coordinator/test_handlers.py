@@ -37,13 +37,13 @@ from tests.waiting import eventually
 from verify.audit.replay import audit
 from verify.coordinator import closing as closing_module
 from verify.coordinator.closing import Closing
-from verify.coordinator.edge import backlog as backlog_module
-from verify.coordinator.edge.requests import Refusal
+from verify.coordinator.handlers import context as backlog_module
 from verify.coordinator.handlers.workers import Activity
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine import filling
 from verify.coordinator.machine.events import SubmissionReceived, VersionPublished
 from verify.coordinator.machine.state import LeaseRecord
+from verify.coordinator.requests import Refusal
 from verify.coordinator_http import ENVELOPE, sign_request
 from verify.formats.submission import SubmissionEnvelope
 

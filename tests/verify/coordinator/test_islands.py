@@ -39,8 +39,14 @@ from verify.coordinator.machine import filling
 from verify.coordinator.machine.events import IllegalTransition, RolledBack, StepClosed
 from verify.coordinator.machine.stalls import waited_for
 from verify.coordinator.machine.state import Policy
-from verify.formats.batch import RangeManifest, RowRange, open_ranges
-from verify.formats.islands import Contribution, divide, sign_offer
+from verify.formats.batch import (
+    Contribution,
+    RangeManifest,
+    RowRange,
+    divide,
+    open_ranges,
+    sign_offer,
+)
 from verify.island_client import Committed, IslandRefused, Waiting
 
 STEPS = 9

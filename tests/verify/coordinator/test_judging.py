@@ -17,9 +17,8 @@ from runspec.core.signed import SigningKey
 from tests.verify.coordinator.deployment import Site, verdict
 from tests.verify.coordinator.filled import journal_of, started
 from tests.verify.coordinator.over_http import claimed, post, sample, status
-from verify.coordinator.machine import claims as rules
-from verify.coordinator.machine.claims import ATTEMPTS, Claims
-from verify.coordinator.machine.reputation import WORKERS_GAPS
+from verify.coordinator.machine import trust as rules
+from verify.coordinator.machine.trust import ATTEMPTS, WORKERS_GAPS, Claims
 
 
 def batch(claims: Claims, validator: str, waiting: Iterable[str], now: float = 0.0) -> list[str]:

@@ -29,13 +29,12 @@ from tests.verify.coordinator.filled import Filled, context_of, key, roles_of
 from tests.verify.coordinator.over_http import check, granted, post, sample, status
 from tests.waiting import eventually
 from verify.audit.replay import audit
-from verify.coordinator.edge import limits
-from verify.coordinator.edge.authentication import networks
-from verify.coordinator.edge.limits import AT_ONCE, RATES, Limiter, Name, Rate
-from verify.coordinator.edge.requests import Refusal
+from verify.coordinator import authentication as limits
+from verify.coordinator.authentication import AT_ONCE, RATES, Limiter, Name, Rate, networks
 from verify.coordinator.handlers.leasing import Leasing
 from verify.coordinator.machine import events
 from verify.coordinator.machine.transitions import replay
+from verify.coordinator.requests import Refusal
 
 COORDINATOR = SigningKey.generate()
 DAY_S = 86400.0

@@ -25,8 +25,8 @@ from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submissio
 from tests.verify.coordinator.over_http import check, granted, post, sample, status
 from verify.client import RunFinished, SubmissionRefused
 from verify.coordinator_http import ENVELOPE, sign_request
-from verify.formats.evaluation import Evaluated, Figure, ProblemResult, open_evaluation
-from verify.formats.evaluation import sign_evaluation as sign
+from verify.formats.documents import Evaluated, Figure, ProblemResult, open_evaluation
+from verify.formats.documents import sign_evaluation as sign
 from verify.formats.lease import lease_digest
 from verify.formats.submission import KIND, max_submission_bytes, open_submission, sign_submission
 from verify.formats.verdict import decode_verdicts

@@ -17,25 +17,26 @@ from typing import Any
 from aiohttp import web
 from prometheus_client.core import Metric
 
-from runspec.core.canonical import is_digest
+from runspec.core.canonical import canonical_json, is_digest
 from runspec.core.metrics import counter, gauge
 from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
-from verify.coordinator.edge.requests import MAX_WAIT_S, Refusal, read_body, refusing, send_file
 from verify.coordinator.handlers.context import RunContext, Signed
 from verify.coordinator.handlers.workers import Activity
 from verify.coordinator.machine import events, islands
-from verify.coordinator.machine.islands import IslandPolicy, IslandState, IslandTally
+from verify.coordinator.machine.islands import IslandTally
 from verify.coordinator.machine.stalls import Stalled, uncommitted
 from verify.coordinator.machine.state import State
+from verify.coordinator.requests import MAX_WAIT_S, Refusal, read_body, refusing, send_file
 from verify.coordinator_http import SignedRequest
-from verify.formats.batch import open_batch
-from verify.formats.islands import (
+from verify.formats.batch import (
+    STORED,
     CommitRecord,
     OuterStates,
     StoredOuter,
+    open_batch,
     open_offer,
-    read_stored,
+    read_outer,
     sign_commit,
 )
 
@@ -91,7 +92,9 @@ class Islands:
         """
         island = self._names[asked.key]
         with refusing(400, BadSignature):
-            self._stored[island] = read_stored({"island": island, **asked.body})
+            self._stored[island] = read_outer(
+                canonical_json({"island": island, **asked.body}), kind=STORED
+            )
 
     async def _outer_states(self, request: web.Request) -> web.Response:
         """Send the outer states that were announced, and how far the run is."""
@@ -290,27 +293,17 @@ def report(state: State, seen: Activity, now: float) -> dict[str, Any] | None:
     policy, found = state.policy.islands, state.islands
     if policy is None:
         return None
-    deadline = None if found.since is None else found.since + policy.deadline_s
+    members = []
+    for name in policy.names:
+        peer, tally = seen.peers.get(name), found.tallies.get(name, IslandTally())
+        silent_s = None if peer is None else round(now - peer.last_seen, 3)
+        offered = {"name": name, "offered": name in found.offers}
+        members.append(offered | asdict(tally) | {"silent_s": silent_s})
     return {
         "committed": found.step,
         "waiting_for": found.missing(policy) if found.step < state.next_close else {},
-        "deadline": deadline,
-        "members": [_member(policy, found, seen, name, now) for name in policy.names],
-    }
-
-
-def _member(
-    policy: IslandPolicy, found: IslandState, seen: Activity, name: str, now: float
-) -> dict[str, Any]:
-    peer, tally = seen.peers.get(name), found.tallies.get(name, IslandTally())
-    return {
-        "name": name,
-        "offered": name in found.offers,
-        "committed": tally.committed,
-        "bytes": tally.bytes,
-        "dropped": tally.dropped,
-        "last_dropped": tally.last_dropped,
-        "silent_s": None if peer is None else round(now - peer.last_seen, 3),
+        "deadline": None if found.since is None else found.since + policy.deadline_s,
+        "members": members,
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Mapping
-from pathlib import Path
 from types import MappingProxyType
 
 from aiohttp import web
@@ -13,17 +12,6 @@ from aiohttp import web
 from runspec.core.files import sync_folder
 from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
-from verify.coordinator.edge.requests import (
-    PIECE_BYTES,
-    Refusal,
-    digests,
-    read_envelope,
-    received,
-    refusing,
-    send_file,
-    wait_and_holding,
-    write_small,
-)
 from verify.coordinator.handlers.context import Answer, RunContext, Signed
 from verify.coordinator.journal import Finished
 from verify.coordinator.machine.events import GroupGrade, SubmissionJudged, SubmissionSetAside
@@ -35,6 +23,17 @@ from verify.coordinator.machine.verdicts import (
     excess_of,
     gap_fault,
     grade_groups,
+)
+from verify.coordinator.requests import (
+    PIECE_BYTES,
+    Refusal,
+    digests,
+    read_envelope,
+    received,
+    refusing,
+    send_file,
+    wait_and_holding,
+    write_small,
 )
 from verify.coordinator_http import SignedRequest
 from verify.formats.tables import MalformedTable
@@ -194,7 +193,8 @@ class Judging:
         files = submission_files(self._journal.run_dir, record.lease.step, envelope.submission)
         folder, size = files.verdict.parent, envelope.bytes
         async with received(chunks, folder, digest=envelope.digest, size=size) as body:
-            rows = await asyncio.to_thread(_read_verdicts, body)
+            with refusing(400, MalformedTable, what="verdict: "):
+                rows = await asyncio.to_thread(lambda: decode_verdicts(body.read_bytes()))
             judged = self._judged(validator, envelope, record, rows)
             if self._to_judge(envelope) is None:
                 return  # another validator's verdict came first
@@ -289,8 +289,3 @@ class Judging:
             gap_noise=noise,
             fault=envelope.fault,
         )
-
-
-def _read_verdicts(path: Path) -> list[RolloutVerdict]:
-    with refusing(400, MalformedTable, what="verdict: "):
-        return decode_verdicts(path.read_bytes())

@@ -20,8 +20,13 @@ from runspec.core.files import sync_folder
 from runspec.core.roles import open_invite
 from runspec.core.run_files import SubmissionFiles, submission_files
 from runspec.core.signed import BadSignature
-from verify.coordinator.edge.limits import Limiter, count_new_key
-from verify.coordinator.edge.requests import (
+from verify.coordinator.authentication import Limiter, count_new_key
+from verify.coordinator.handlers.context import RunContext, Signed
+from verify.coordinator.handlers.workers import scalars
+from verify.coordinator.journal import Finished
+from verify.coordinator.machine import events, filling
+from verify.coordinator.machine.state import LeaseRecord, State
+from verify.coordinator.requests import (
     PIECE_BYTES,
     Refusal,
     digests,
@@ -32,11 +37,6 @@ from verify.coordinator.edge.requests import (
     wait_and_holding,
     write_small,
 )
-from verify.coordinator.handlers.context import RunContext, Signed
-from verify.coordinator.handlers.workers import scalars
-from verify.coordinator.journal import Finished
-from verify.coordinator.machine import events, filling
-from verify.coordinator.machine.state import LeaseRecord, State
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import SubmissionEnvelope, max_submission_bytes, open_submission
 

@@ -20,13 +20,13 @@ from runspec.core.errors import UserError
 from runspec.core.roles import Roles
 from runspec.core.run_files import METRICS_FILE, initial_model, submission_files
 from runspec.core.spec.schema import RunSpec
-from verify.coordinator.edge.requests import Refusal, refusing, send_file
 from verify.coordinator.handlers.context import RunContext, Signed
 from verify.coordinator.journal import Journal
 from verify.coordinator.ledger.ledger import LedgerSnapshot, open_ledger
 from verify.coordinator.machine import events
 from verify.coordinator.machine.state import Policy
-from verify.formats.joining import MAX_PIECE_BYTES, TOKENIZER_FILE
+from verify.coordinator.requests import Refusal, refusing, send_file
+from verify.formats.documents import MAX_PIECE_BYTES, TOKENIZER_FILE
 
 MAX_REASON = 500
 """Largest number of characters of a reason."""
@@ -84,17 +84,18 @@ class Operator:
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         """Send a piece of metrics.jsonl; 409 if the file is shorter."""
         offset = int(request.match_info["offset"])
-        return web.Response(body=await asyncio.to_thread(self._metrics_from, offset))
 
-    def _metrics_from(self, offset: int) -> bytes:
-        try:
-            with (self._run_dir / METRICS_FILE).open("rb") as file:
-                if file.seek(0, 2) < offset:
-                    raise Refusal(409, "the file has become shorter")
-                file.seek(offset)
-                return file.read(MAX_PIECE_BYTES)
-        except FileNotFoundError:
-            return b""
+        def piece() -> bytes:
+            try:
+                with (self._run_dir / METRICS_FILE).open("rb") as file:
+                    if file.seek(0, 2) < offset:
+                        raise Refusal(409, "the file has become shorter")
+                    file.seek(offset)
+                    return file.read(MAX_PIECE_BYTES)
+            except FileNotFoundError:
+                return b""
+
+        return web.Response(body=await asyncio.to_thread(piece))
 
     async def _tokenizer(self, request: web.Request) -> web.StreamResponse:
         return await send_file(request, initial_model(self._run_dir) / TOKENIZER_FILE)

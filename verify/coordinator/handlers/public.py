@@ -31,19 +31,23 @@ from runspec.core.metrics import PREFIX, counter, gauge
 from runspec.core.run_files import EVALUATIONS_NAME, evaluation_file, evaluation_files
 from runspec.core.signed import BadSignature
 from runspec.core.spec.source_files import data_digest, file_digest, source_files
-from verify.coordinator.edge.requests import Refusal, read_body, refusing, send_file
 from verify.coordinator.handlers import islands, workers
 from verify.coordinator.handlers.context import RunContext
 from verify.coordinator.machine.filling import needed_groups, tried_groups
 from verify.coordinator.machine.stalls import waited_for
 from verify.coordinator.machine.state import LeaseRecord, State
-from verify.formats.evaluation import (
+from verify.coordinator.requests import Refusal, read_body, refusing, send_file
+from verify.formats.documents import (
     MAX_EVALUATION_BYTES,
+    MAX_FILES,
     Evaluated,
+    Site,
+    SiteFile,
     open_evaluation,
     read_evaluations,
+    sign_site,
+    sign_spec,
 )
-from verify.formats.joining import MAX_FILES, Site, SiteFile, sign_site, sign_spec
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -16,9 +16,9 @@ from runspec.core.spec.schema import RunSpec
 from verify.coordinator.ledger.ledger import damaged, read_events
 from verify.coordinator.ledger.store import NoLedger
 from verify.coordinator.machine.events import Event, IllegalTransition
-from verify.coordinator.machine.reputation import reputation
 from verify.coordinator.machine.state import Policy, State
 from verify.coordinator.machine.transitions import replay
+from verify.coordinator.machine.trust import reputation
 
 NO_VERSION = -1
 """`version` of a worker's heartbeat before it has loaded a version."""

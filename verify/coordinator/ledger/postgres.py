@@ -288,7 +288,12 @@ def within(deadline_s: float, connection: Connection) -> Iterator[None]:
     except OSError as error:  # no files left
         raise psycopg.OperationalError(str(error)) from error
     with closing(socket.socket(fileno=duplicate)) as line:
-        timer = threading.Timer(deadline_s, _cut, [line])
+
+        def cut() -> None:
+            with suppress(OSError):  # the connection has ended meanwhile
+                line.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(deadline_s, cut)
         timer.daemon = True
         timer.start()
         try:
@@ -296,11 +301,6 @@ def within(deadline_s: float, connection: Connection) -> Iterator[None]:
         finally:
             timer.cancel()
             timer.join()
-
-
-def _cut(line: socket.socket) -> None:
-    with suppress(OSError):  # the connection has ended meanwhile
-        line.shutdown(socket.SHUT_RDWR)
 
 
 def _close(made: Future[Connection]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from verify.formats.islands import CommitRecord, ShareOffered
+from verify.formats.batch import CommitRecord, ShareOffered
 from verify.formats.lease import Lease
 from verify.thresholds import GapNoise
 
@@ -219,7 +219,7 @@ class SubmissionSetAside(Event):
     """Validators failed at a submission but judged others, so nobody judges it any more.
 
     Its groups are dropped. Its worker or the validators may be at fault
-    (`verify.coordinator.machine.claims`).
+    (`verify.coordinator.machine.trust`).
     """
 
     lease: str

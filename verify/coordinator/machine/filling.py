@@ -262,17 +262,29 @@ def decide_close(state: State, now: float) -> Close | Stalled | None:
     if state.finished:
         return None
     if policy.rows_per_step:
-        return _close_rows(state, now)
+        # Only the first version has a deadline: when the next one comes depends on the learner's
+        # speed.
+        if state.newest is None:
+            return _idle(state, now)
+        # Islands that commit steps need no island that publishes them.
+        ahead = number - max(state.newest.version, state.islands.step)
+        return Close(number, (), complete=True) if ahead <= policy.async_level else None
     step = state.steps.get(number)
     if step is not None and _usable_groups(state, number) >= policy.groups:
         groups = _groups_in_order(state, past_awaited=False)
         if len(groups) >= policy.groups:
             return Close(number, groups[: policy.groups], complete=True)
-    if _own_banned(state) and not any(record.awaited for record in state.live):
+    own_banned = all(key in state.bans for key in state.workers) and any(
+        worker.own for worker in state.workers.values()
+    )
+    if own_banned and not any(record.awaited for record in state.live):
         return banned(state)
     if step is None:
         return _idle(state, now)
-    exhausted = _exhausted(state, number)
+    # Known workers used up the groups that the step may lease them. A lease that is overdue may
+    # still be answered.
+    undecided = any(r.lease.step == number for r in chain(*state.unsettled.values()))
+    exhausted = not undecided and step.leased >= policy.max_groups
     if now < step.since + policy.deadline_s and not exhausted:
         return None
     groups = _groups_in_order(state, past_awaited=True)[: policy.groups]
@@ -291,19 +303,6 @@ def next_due(state: State, now: float) -> float | None:
     closing = step.since + state.policy.deadline_s if step else state.progress + _idle_s(state)
     times = [closing, *(record.expires for record in _unanswered(state))]
     return min((at for at in times if at > now), default=None)
-
-
-def _close_rows(state: State, now: float) -> Close | Stalled | None:
-    """Decide whether the next step of a run without workers closes.
-
-    Only the first version has a deadline: when the next one comes depends on the learner's speed.
-    """
-    number, newest = state.next_close, state.newest
-    if newest is None:
-        return _idle(state, now)
-    # Islands that commit steps need no island that publishes them.
-    ahead = number - max(newest.version, state.islands.step)
-    return Close(number, (), complete=True) if ahead <= state.policy.async_level else None
 
 
 def _unanswered(state: State) -> Iterator[LeaseRecord]:
@@ -329,20 +328,6 @@ def _groups_in_order(state: State, *, past_awaited: bool) -> tuple[TrainedGroup,
             elif record.rank not in held_back:
                 own[record.rank] += groups
     return tuple(chain(late, *own.values()))
-
-
-def _exhausted(state: State, number: int) -> bool:
-    """Return whether known workers used up the groups that a step may lease them."""
-    undecided = chain(*state.unsettled.values())
-    if any(record.lease.step == number for record in undecided):
-        return False  # a lease that is overdue may still be answered
-    return state.steps[number].leased >= state.policy.max_groups
-
-
-def _own_banned(state: State) -> bool:
-    """Return whether all registered workers are banned and some of them are the run's own."""
-    all_banned = all(key in state.bans for key in state.workers)
-    return all_banned and any(worker.own for worker in state.workers.values())
 
 
 def _idle_s(state: State) -> float:

@@ -25,9 +25,10 @@ from dataclasses import dataclass, field, replace
 
 from rpds import HashTrieMap
 
+from runspec.core.canonical import digest_bytes
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.machine import events
-from verify.formats.islands import Contribution, Dropped, ShareOffered, record_digest
+from verify.formats.batch import Contribution, Dropped, ShareOffered
 
 
 @dataclass(frozen=True)
@@ -272,7 +273,7 @@ def committed(
         before=replace(islands, before=None) if len(named) > policy.quorum else None,
         reporters=frozenset(),
         records=islands.records.insert(record.step, event.document),
-        digests=islands.digests.insert(record.step, record_digest(event.document.encode())),
+        digests=islands.digests.insert(record.step, digest_bytes(event.document.encode())),
         tallies=tallies,
     )
 

@@ -22,7 +22,7 @@ from rpds import HashTrieMap
 from runspec.core.spec.schema import Fill, RunSpec
 from verify.coordinator.machine.events import FailedAttempt, GroupGrade, VersionPublished
 from verify.coordinator.machine.islands import IslandPolicy, IslandState
-from verify.coordinator.machine.reputation import Standing, prefill_share
+from verify.coordinator.machine.trust import Standing, prefill_share
 from verify.formats.batch import rows_per_step
 from verify.formats.lease import Lease
 from verify.thresholds import GapNoise
@@ -116,15 +116,12 @@ class Pace:
 
     def after(self, lease_s: float, groups: int) -> Pace:
         """Return the pace after another lease: a longer time at once, a shorter one slowly."""
-        return Pace(_longest(self.lease_s, lease_s), _longest(self.group_s, lease_s / groups))
+        pairs = (self.lease_s, lease_s), (self.group_s, lease_s / groups)
+        return Pace(*(max(now, 0.8 * before + 0.2 * now) for before, now in pairs))
 
     def seconds(self, groups: int) -> float:
         """Return the longest time that a lease of some groups should take."""
         return max(self.lease_s, groups * self.group_s)
-
-
-def _longest(before: float, now: float) -> float:
-    return max(now, 0.8 * before + 0.2 * now)
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,6 @@ from typing import Any
 
 from verify.coordinator.machine import events, islands
 from verify.coordinator.machine.events import IllegalTransition
-from verify.coordinator.machine.reputation import (
-    BAN_AFTER,
-    CLEAR_AFTER,
-    Standing,
-    should_quarantine,
-)
 from verify.coordinator.machine.state import (
     Draw,
     LeaseRecord,
@@ -36,6 +30,12 @@ from verify.coordinator.machine.state import (
     State,
     Tally,
     Worker,
+)
+from verify.coordinator.machine.trust import (
+    BAN_AFTER,
+    CLEAR_AFTER,
+    Standing,
+    should_quarantine,
 )
 
 LONGEST_DEFERRAL_S = 600.0
@@ -97,7 +97,10 @@ def apply(state: State, event: events.Event) -> State:
         case events.LeaseGranted():
             return _grant(state, event)
         case events.LeaseOverdue():
-            return _overdue(state, event)
+            record = _record(state, event.lease, "open")
+            _require(not record.overdue, "a lease is overdue twice")
+            state = _with_lease(state, replace(record, overdue=True))
+            return _with_standing(state, record.lease.worker, Standing.after_silence)
         case events.LeaseExpired():
             return _end_lease(state, _record(state, event.lease, "open"))
         case events.LeaseReleased():
@@ -207,13 +210,6 @@ def _receive(state: State, event: events.SubmissionReceived) -> State:
         if found and other.status == "open":
             state = _with_lease(state, replace(other, since=event.at))
     return _with_lease(state, received)
-
-
-def _overdue(state: State, event: events.LeaseOverdue) -> State:
-    record = _record(state, event.lease, "open")
-    _require(not record.overdue, "a lease is overdue twice")
-    state = _with_lease(state, replace(record, overdue=True))
-    return _with_standing(state, record.lease.worker, Standing.after_silence)
 
 
 def _end_lease(state: State, record: LeaseRecord) -> State:

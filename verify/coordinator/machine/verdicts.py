@@ -32,8 +32,8 @@ import numpy as np
 
 from verify.coordinator.machine import events
 from verify.coordinator.machine.events import GroupGrade
-from verify.coordinator.machine.reputation import WORKERS_GAPS
 from verify.coordinator.machine.state import Tally, Worker
+from verify.coordinator.machine.trust import WORKERS_GAPS
 from verify.formats.lease import Lease
 from verify.formats.verdict import RolloutVerdict
 from verify.thresholds import GapNoise
@@ -86,7 +86,11 @@ def grade_groups(
     if [row.row for row in rows] != list(range(len(rows))):
         raise VerdictMismatch("rows must be numbered 0, 1, 2, ... in order")
     # Their sum too, because the ledger's JSON has no infinity.
-    if not math.isfinite(sum(abs(n) for row in rows for n in _numbers(row))):
+    numbers = (
+        (r.task_reward, r.length_penalty, r.reward, r.logprob_diff or 0.0, r.gap_excess or 0.0)
+        for r in rows
+    )
+    if not math.isfinite(sum(abs(n) for of_row in numbers for n in of_row)):
         raise VerdictMismatch("rewards, log-prob differences and gaps must be finite")
     by_group: dict[int, list[RolloutVerdict]] = defaultdict(list)
     for row in rows:
@@ -103,16 +107,10 @@ def grade_groups(
     )
 
 
-def _numbers(row: RolloutVerdict) -> tuple[float, ...]:
-    differences = (row.logprob_diff or 0.0, row.gap_excess or 0.0)
-    return (row.task_reward, row.length_penalty, row.reward, *differences)
-
-
 def _grade(
     group: int, rows: list[RolloutVerdict], dropped: bool, zero_variance_filter: bool
 ) -> GroupGrade:
-    equal = len({row.task_reward for row in rows}) == 1
-    filtered = zero_variance_filter and equal
+    filtered = zero_variance_filter and len({row.task_reward for row in rows}) == 1
     return GroupGrade(
         group=group,
         outcome="dropped" if dropped else "filtered" if filtered else "usable",
@@ -374,6 +372,9 @@ class History:
             Latencies in seconds, None without submissions; accepted output tokens a second while
             the step was open, None if it was open for no time.
         """
+        opened, per_s = self._opened.get(step), None
+        if opened is not None and now > opened:
+            per_s = sum(tokens for at, tokens in self._accepted if at > opened) / (now - opened)
         verdict = percentiles(self._since_batch)
         manifest = percentiles(self._trained(now, trained))
         return {
@@ -381,14 +382,8 @@ class History:
             "verdict_latency_p99": verdict["p99"],
             "manifest_latency_p50": manifest["p50"],
             "manifest_latency_p99": manifest["p99"],
-            "accepted_tokens_per_s": self._accepted_per_s(now, step),
+            "accepted_tokens_per_s": per_s,
         }
-
-    def _accepted_per_s(self, now: float, step: int) -> float | None:
-        opened = self._opened.get(step)
-        if opened is None or now <= opened:
-            return None
-        return sum(tokens for at, tokens in self._accepted if at > opened) / (now - opened)
 
     def _trained(self, now: float, trained: Iterable[events.TrainedGroup]) -> list[float]:
         """Return how long each submission waited for the first manifest that names it, seconds."""

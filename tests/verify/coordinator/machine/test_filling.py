@@ -14,9 +14,9 @@ from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.documents import documents_spec
 from tests.verify.coordinator.filled import Filled, key, started
 from verify.coordinator.machine import events, filling
-from verify.coordinator.machine.reputation import Standing
 from verify.coordinator.machine.stalls import waited_for
 from verify.coordinator.machine.state import LeaseRecord, Pace, Policy, Rank
+from verify.coordinator.machine.trust import Standing
 
 STRANGERS = ["s1", "s2", "s3", "s4", "s5", "s6"]
 

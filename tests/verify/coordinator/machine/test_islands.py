@@ -20,7 +20,7 @@ from verify.coordinator.machine.islands import Commit, IslandPolicy, IslandState
 from verify.coordinator.machine.stalls import uncommitted, waited_for
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
-from verify.formats.islands import CommitRecord, Dropped, ShareOffered
+from verify.formats.batch import CommitRecord, Dropped, ShareOffered
 
 GRACE_S, DEADLINE_S = 60.0, 1800.0
 

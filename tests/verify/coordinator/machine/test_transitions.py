@@ -24,9 +24,9 @@ from tests.verify.coordinator.filled import (
 from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.events import BY_OPERATOR, IllegalTransition
 from verify.coordinator.machine.filling import Close
-from verify.coordinator.machine.reputation import BAN_AFTER
 from verify.coordinator.machine.state import Pace, Rank, Tally
 from verify.coordinator.machine.transitions import LONGEST_DEFERRAL_S, apply, replay
+from verify.coordinator.machine.trust import BAN_AFTER
 from verify.formats.lease import MAX_OPEN_LEASES
 
 OWN, STRANGERS = ["a", "b"], ["c", "d", "e"]

@@ -185,10 +185,16 @@ async def received(
         folder.mkdir(parents=True, exist_ok=True)
         with path.open("xb") as file:
             async with asyncio.timeout(UPLOAD_TIMEOUT_S):
-                found, copied = await _copy(chunks, file, size)
+                hasher, copied = blake3(), 0
+                async for chunk in chunks:
+                    copied += len(chunk)
+                    if copied > size:
+                        raise Refusal(413, f"larger than the {size} bytes allowed")
+                    hasher.update(chunk)
+                    file.write(chunk)
             if copied < size:
                 raise Refusal(400, f"the body has {copied} bytes, and {size} were announced")
-            if found != digest:
+            if (found := hasher.hexdigest()) != digest:
                 raise Refusal(400, f"the body's digest is {found}, not {digest}")
             file.flush()
             await asyncio.to_thread(os.fsync, file.fileno())
@@ -224,17 +230,6 @@ async def to_the_end(work: Callable[[], None]) -> None:
     except asyncio.CancelledError:
         await asyncio.wait([doing])
         raise
-
-
-async def _copy(chunks: AsyncIterator[bytes], file: BinaryIO, max_bytes: int) -> tuple[str, int]:
-    hasher, size = blake3(), 0
-    async for chunk in chunks:
-        size += len(chunk)
-        if size > max_bytes:
-            raise Refusal(413, f"larger than the {max_bytes} bytes allowed")
-        hasher.update(chunk)
-        file.write(chunk)
-    return hasher.hexdigest(), size
 
 
 # -- Large answers -----------------------------------------------------------------------------
