@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from runspec.lint.registry import Context, Violation, Violations, divisors, relation, rule
+from runspec.lint.registry import Context, Found, divisors, relation, rule
 
 
 @rule("algorithm", runs="grpo")
-def updates_divide_batch(context: Context) -> Violation | None:
+def updates_divide_batch(context: Context) -> Found:
     """The rollouts of a step must divide evenly into its optimizer updates.
 
         prompts_per_step x group_size = n x updates_per_step,  n whole
@@ -29,7 +29,7 @@ def updates_divide_batch(context: Context) -> Violation | None:
 
 
 @rule("algorithm", "warning", runs="grpo")
-def whole_groups(context: Context) -> Violation | None:
+def whole_groups(context: Context) -> Found:
     """Each optimizer update of a step must get the same number of whole groups.
 
         prompts_per_step = n x updates_per_step,  n whole
@@ -57,7 +57,7 @@ def whole_groups(context: Context) -> Violation | None:
 
 
 @rule("algorithm", runs="grpo")
-def group_size(context: Context) -> Violation | None:
+def group_size(context: Context) -> Found:
     """A group needs at least two rollouts: they are compared with one another.
 
         A_i = (R_i - mean R) / (std R + 1e-6),  std with ddof 1     (arXiv 2402.03300, 4.1.1)
@@ -76,7 +76,7 @@ def group_size(context: Context) -> Violation | None:
 
 
 @rule("algorithm", runs="grpo")
-def clip_bounds(context: Context) -> Violation | None:
+def clip_bounds(context: Context) -> Found:
     """The bound on ratios of bad tokens must lie above the ordinary clip.
 
         delta > 1 + eps_high
@@ -103,7 +103,7 @@ def clip_bounds(context: Context) -> Violation | None:
 
 
 @rule("algorithm", runs="grpo")
-def clip_lower(context: Context) -> Violation | None:
+def clip_lower(context: Context) -> Found:
     """The lower clip bound must be a ratio above 0.
 
         eps_low < 1,  as  1 - eps_low > 0
@@ -123,7 +123,7 @@ def clip_lower(context: Context) -> Violation | None:
 
 
 @rule("algorithm", runs="grpo")
-def cispo(context: Context) -> Violations:
+def cispo(context: Context) -> Found:
     """CISPO weighs tokens by their own clipped ratio: it takes no sequence ratio and no delta.
 
         - clip(r_t, 1 - eps_low, 1 + eps_high) A log pi(o_t),  the ratio without gradient
@@ -151,7 +151,7 @@ def cispo(context: Context) -> Violations:
 
 
 @rule("algorithm", "warning", runs="grpo")
-def stale_pi_old(context: Context) -> Violation | None:
+def stale_pi_old(context: Context) -> Found:
     """A single update a step with recomputed pi_old needs something that acts against lag.
 
         r = pi_theta / pi_old = 1  in the first update after pi_old was recomputed
@@ -176,7 +176,7 @@ def stale_pi_old(context: Context) -> Violation | None:
 
 
 @rule("algorithm", runs="grpo")
-def importance_cap(context: Context) -> Violation | None:
+def importance_cap(context: Context) -> Found:
     """An importance weight needs a recomputed pi_old.
 
         w = min(pi_old / mu, cap)
@@ -195,7 +195,7 @@ def importance_cap(context: Context) -> Violation | None:
 
 
 @rule("algorithm", runs="grpo")
-def one_temperature(context: Context) -> Violations:
+def one_temperature(context: Context) -> Found:
     """All pools must sample at one temperature, which the loss uses too.
 
         log pi = log softmax(logits / T)
@@ -218,7 +218,7 @@ def one_temperature(context: Context) -> Violations:
 
 
 @rule("algorithm", runs="grpo")
-def kl_reference(context: Context) -> Violation | None:
+def kl_reference(context: Context) -> Found:
     """A KL penalty needs a reference policy.
 
         loss += beta (exp(d) - d - 1),  d = log pi_ref - log pi_theta     (k3)
@@ -236,7 +236,7 @@ def kl_reference(context: Context) -> Violation | None:
 
 
 @rule("algorithm", "warning", runs="grpo")
-def kl_unused(context: Context) -> Violation | None:
+def kl_unused(context: Context) -> Found:
     """A reference policy needs a KL weight: without one nobody asks it.
 
     With `coef: 0` the penalty is 0 times anything, so the learner neither holds the reference (a
@@ -254,7 +254,7 @@ def kl_unused(context: Context) -> Violation | None:
 
 
 @rule("algorithm", runs="grpo")
-def std_without_filter(context: Context) -> Violation | None:
+def std_without_filter(context: Context) -> Found:
     """Advantages divided by the group's std need the zero-variance filter.
 
         A = (R - mean R) / (std R + 1e-6),  R = T + P

@@ -20,7 +20,7 @@ from runspec.core.spec.source_files import (
     whole_uri,
 )
 from runspec.core.spec.source_files import source_files as files_of
-from runspec.lint.registry import Context, Violation, Violations, relation, rule
+from runspec.lint.registry import Context, Found, Violation, relation, rule
 from runspec.lint.tokenizer_files import TokenizerFiles
 
 _COLUMNS = ("problem_id", "task_type", "prompt", "verification_info", "type", "instruction")
@@ -33,7 +33,7 @@ LIKENESS = 0.75
 
 
 @rule("reward", "warning")
-def unknown_kind(context: Context) -> Violations:
+def unknown_kind(context: Context) -> Found:
     """Kinds of sources, rewards and monitors must be those that installed packages offer.
 
     Packages offer kinds as entry points of `runspec.sources`, `runspec.rewards` and
@@ -53,7 +53,7 @@ def unknown_kind(context: Context) -> Violations:
 
 
 @rule("reward")
-def source_fields(context: Context) -> Violations:
+def source_fields(context: Context) -> Found:
     """A source of problems must name what its kind reads.
 
     `reasoning_gym` makes `size` problems with the generator `dataset`; `jsonl`, `parquet`,
@@ -73,7 +73,7 @@ def source_fields(context: Context) -> Violations:
 
 
 @rule("reward")
-def source_columns(context: Context) -> Violations:
+def source_columns(context: Context) -> Found:
     """Params of a source that reads rows must be columns that it maps.
 
         params: {problem_id: id, task_type: type, prompt: question, verification_info: check}
@@ -97,7 +97,7 @@ def source_columns(context: Context) -> Violations:
 
 
 @rule("reward", "warning", runs="all")
-def source_files(context: Context) -> Violations:
+def source_files(context: Context) -> Found:
     """The files that a source reads ought to be there where the spec is linted.
 
     A `uri` without `://` names a file, a folder, or files by a pattern; a relative one starts
@@ -121,7 +121,7 @@ def source_files(context: Context) -> Violations:
 
 
 @rule("reward", "warning")
-def think_prefill(context: Context) -> Violation | None:
+def think_prefill(context: Context) -> Found:
     """Prompts ought to open the thinking once: in the chat template or by `data.think_prefill`.
 
     With `think_prefill` a prompt ends with `<think>` and a line break where the template leaves the
@@ -140,7 +140,7 @@ def think_prefill(context: Context) -> Violation | None:
 
 
 @rule("reward", "warning")
-def thinking(context: Context) -> Violations:
+def thinking(context: Context) -> Found:
     """Answers must be looked for where the model writes them.
 
     With `data.thinking: required` an output without `</think>` earns no task reward, so a model
@@ -187,7 +187,7 @@ _LEAST = {**dict.fromkeys(GENERATED, 1), "seed": 0}
 
 
 @rule("algorithm", runs="supervised")
-def tokens_per_update(context: Context) -> Violations:
+def tokens_per_update(context: Context) -> Found:
     """An update must be whole microbatches of every island.
 
         tokens_per_update = n x islands x packing.tokens x packing.rows,  n whole
@@ -216,7 +216,7 @@ def tokens_per_update(context: Context) -> Violations:
 
 
 @rule("algorithm", runs="supervised")
-def document_kind(context: Context) -> Violations:
+def document_kind(context: Context) -> Found:
     """A source of documents must be of a kind that the learner reads.
 
         text, jsonl, parquet, fasta, fastq     files, plain or compressed by gzip
@@ -236,7 +236,7 @@ def document_kind(context: Context) -> Violations:
 
 
 @rule("algorithm", runs="supervised")
-def document_params(context: Context) -> Violations:
+def document_params(context: Context) -> Found:
     """A source of documents must name its files, and parameters that its kind has.
 
         text             uri   params {whole: true}: each file is one document, else each line

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from runspec.core.spec.role_names import members
-from runspec.lint.registry import Context, Violation, Violations, relation, rule
+from runspec.lint.registry import Context, Found, relation, rule
 
 
 @rule("algorithm")
-def island_trunk(context: Context) -> Violations:
+def island_trunk(context: Context) -> Found:
     """The first island must not name a machine: it has the learner's.
 
         learner.islands.members[0]: no hardware, mesh, hosts or rows
@@ -34,7 +34,7 @@ def island_trunk(context: Context) -> Violations:
 
 
 @rule("placement")
-def island_backend(context: Context) -> Violation | None:
+def island_backend(context: Context) -> Found:
     """Islands need another backend than Ray.
 
         placement.backend: not ray, where learner.islands is given
@@ -53,7 +53,7 @@ def island_backend(context: Context) -> Violation | None:
 
 
 @rule("algorithm")
-def island_masters(context: Context) -> Violation | None:
+def island_masters(context: Context) -> Found:
     """Islands must keep their weights in float32.
 
         learner.master_dtype: float32
@@ -72,7 +72,7 @@ def island_masters(context: Context) -> Violation | None:
 
 
 @rule("algorithm")
-def island_lora(context: Context) -> Violation | None:
+def island_lora(context: Context) -> Found:
     """Islands must train the weights themselves, not adapters.
 
         learner.lora: null
@@ -90,7 +90,7 @@ def island_lora(context: Context) -> Violation | None:
 
 
 @rule("algorithm")
-def island_quorum(context: Context) -> Violation | None:
+def island_quorum(context: Context) -> Found:
     """The quorum must not be larger than the number of islands.
 
         quorum <= islands
@@ -111,7 +111,7 @@ def island_quorum(context: Context) -> Violation | None:
 
 
 @rule("algorithm", runs="grpo")
-def island_groups(context: Context) -> Violation | None:
+def island_groups(context: Context) -> Found:
     """Every island must have a group for each of its updates.
 
         prompts_per_step >= islands x updates_per_step
@@ -131,7 +131,7 @@ def island_groups(context: Context) -> Violation | None:
 
 
 @rule("algorithm", runs="grpo")
-def island_overlap(context: Context) -> Violations:
+def island_overlap(context: Context) -> Found:
     """Islands that overlap steps need pi_old as sampled, and a lag.
 
         old_logprobs: sampler  and  async_level >= 1,  where learner.islands.overlap is 1
@@ -160,7 +160,7 @@ def island_overlap(context: Context) -> Violations:
 
 
 @rule("algorithm", "warning")
-def island_momentum(context: Context) -> Violation | None:
+def island_momentum(context: Context) -> Found:
     """The sparse codec should go without outer momentum.
 
         outer.momentum = 0,  where codec.kind: sparse

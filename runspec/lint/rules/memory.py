@@ -19,7 +19,7 @@ from runspec.estimate.assumed import weight_move
 from runspec.estimate.broadcast import version_size
 from runspec.estimate.learner import learner_memory
 from runspec.estimate.speed import sampler_memory
-from runspec.lint.registry import Context, Violation, Violations, model_rule, relation, rule
+from runspec.lint.registry import Context, Found, Violation, model_rule, relation, rule
 
 STATE_SHARE = 0.9
 """Share of a device's memory that the train state may take."""
@@ -34,7 +34,7 @@ def _gb(size: float) -> str:
 
 
 @rule("memory", "warning")
-def unknown_hardware(context: Context) -> Violations:
+def unknown_hardware(context: Context) -> Found:
     """Hardware must be of a kind whose figures are known, or bring its own.
 
     Memory, FLOP/s and bandwidth of a device come from the table of `runspec.core.models.hardware`,
@@ -58,7 +58,7 @@ def unknown_hardware(context: Context) -> Violations:
 
 
 @model_rule("memory")
-def train_state_fits(context: Context, config: ModelConfig) -> Violation | None:
+def train_state_fits(context: Context, config: ModelConfig) -> Found:
     """Weights and optimizer moments must leave a tenth of the device's memory.
 
         masters + moments <= 0.9 x memory
@@ -88,7 +88,7 @@ def train_state_fits(context: Context, config: ModelConfig) -> Violation | None:
 
 
 @model_rule("memory")
-def step_fits(context: Context, config: ModelConfig) -> Violations:
+def step_fits(context: Context, config: ModelConfig) -> Found:
     """A whole training step must fit into the device's memory.
 
         masters + moments + gradients + published + reference
@@ -135,7 +135,7 @@ def _relief(spec: RunSpec, largest: str) -> str:
 
 
 @model_rule("memory")
-def logits_chunk(context: Context, config: ModelConfig) -> Violation | None:
+def logits_chunk(context: Context, config: ModelConfig) -> Found:
     """The logits that exist at a time must be a chunk, not those of every position.
 
         n x V <= 2^29,   n = min(logits_chunk, positions of a device)
@@ -158,7 +158,7 @@ def logits_chunk(context: Context, config: ModelConfig) -> Violation | None:
 
 
 @rule("memory")
-def bf16_master(context: Context) -> Violation | None:
+def bf16_master(context: Context) -> Found:
     """bfloat16 masters need a learning rate above their rounding floor.
 
         lr x |u| > 2^-9 |w|,   |u| about 1,   |w| about 1 / sqrt(D)
@@ -188,7 +188,7 @@ def bf16_master(context: Context) -> Violation | None:
 
 
 @model_rule("memory")
-def sampler_weights_fit(context: Context, config: ModelConfig) -> Violations:
+def sampler_weights_fit(context: Context, config: ModelConfig) -> Found:
     """A replica's share of the weights must fit into its devices.
 
         weights / tensor + activations < 0.92 x memory
@@ -217,7 +217,7 @@ def sampler_weights_fit(context: Context, config: ModelConfig) -> Violations:
 
 
 @model_rule("memory")
-def validator_weights_fit(context: Context, config: ModelConfig) -> Violation | None:
+def validator_weights_fit(context: Context, config: ModelConfig) -> Found:
     """A validator's share of a version must fit into its devices, with room to work.
 
         1.5 x version / devices <= memory
@@ -243,7 +243,7 @@ def validator_weights_fit(context: Context, config: ModelConfig) -> Violation | 
 
 
 @model_rule("memory")
-def kv_cache_fits(context: Context, config: ModelConfig) -> Violations:
+def kv_cache_fits(context: Context, config: ModelConfig) -> Found:
     """The keys and values of one sequence of full length must fit beside the weights.
 
         max_model_len x 2 L ceil(K / t) h b <= room

@@ -13,15 +13,7 @@ from math import lcm, prod
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import DEVICES, device_count
 from runspec.core.spec.schema import Hardware, RunSpec
-from runspec.lint.registry import (
-    Context,
-    Violation,
-    Violations,
-    divisors,
-    model_rule,
-    relation,
-    rule,
-)
+from runspec.lint.registry import Context, Found, Violation, divisors, model_rule, relation, rule
 
 _TOPOLOGY = re.compile(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3})*")
 _SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -40,7 +32,7 @@ def _all_hardware(spec: RunSpec) -> Iterator[tuple[str, Hardware]]:
 
 
 @rule("mesh")
-def topology_form(context: Context) -> Violations:
+def topology_form(context: Context) -> Found:
     """A TPU topology must be written like 4x4x4.
 
     Sides of the slice in chips, joined by `x`; their product is the number of chips.
@@ -55,7 +47,7 @@ def topology_form(context: Context) -> Violations:
 
 
 @rule("mesh")
-def tpu_topology(context: Context) -> Violations:
+def tpu_topology(context: Context) -> Found:
     """A TPU topology must be a slice that its chip comes in.
 
         v5e, v6e   AxB: 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16
@@ -99,7 +91,7 @@ def _nearest(shape: str, *, flat: bool) -> str:
 
 
 @rule("mesh")
-def topology_count(context: Context) -> Violations:
+def topology_count(context: Context) -> Found:
     """A count beside a topology must be its number of chips.
 
         count = slices x product of the topology's sides
@@ -123,7 +115,7 @@ def topology_count(context: Context) -> Violations:
 
 
 @rule("mesh")
-def mesh_fits(context: Context) -> Violation | None:
+def mesh_fits(context: Context) -> Found:
     """The product of the mesh axes must be the number of devices.
 
         data x fsdp x context x tensor = slices x chips of the topology,  or count
@@ -145,7 +137,7 @@ def mesh_fits(context: Context) -> Violation | None:
 
 
 @rule("mesh")
-def hosts_divide(context: Context) -> Violation | None:
+def hosts_divide(context: Context) -> Found:
     """The learner's processes must hold equal shares of its devices.
 
         devices of the mesh = n x hosts,  n whole
@@ -163,7 +155,7 @@ def hosts_divide(context: Context) -> Violation | None:
 
 
 @rule("mesh")
-def hosts_chips(context: Context) -> Violation | None:
+def hosts_chips(context: Context) -> Found:
     """A TPU learner must have a process on every host of its slices.
 
         hosts >= chips / chips of a host
@@ -186,7 +178,7 @@ def hosts_chips(context: Context) -> Violation | None:
 
 
 @rule("mesh")
-def slices_divide(context: Context) -> Violation | None:
+def slices_divide(context: Context) -> Found:
     """The axis that crosses slices must be a multiple of their number.
 
         size of slice_axis = n x slices,  n whole
@@ -207,7 +199,7 @@ def slices_divide(context: Context) -> Violation | None:
 
 
 @rule("mesh")
-def rows_divide(context: Context) -> Violation | None:
+def rows_divide(context: Context) -> Found:
     """The rows of a microbatch must divide over data x fsdp.
 
         packing.rows = n x data x fsdp,  n whole: the rows of a device
@@ -227,7 +219,7 @@ def rows_divide(context: Context) -> Violation | None:
 
 
 @rule("mesh")
-def context_divides(context: Context) -> Violation | None:
+def context_divides(context: Context) -> Found:
     """The positions of a row must divide over twice the context axis.
 
         packing.tokens = n x 2 x context,  n whole
@@ -260,7 +252,7 @@ def _update_sequences(spec: RunSpec) -> int:
 
 
 @rule("mesh", "warning", runs="grpo")
-def idle_shards(context: Context) -> Violation | None:
+def idle_shards(context: Context) -> Found:
     """An optimizer update must have a sequence for every shard of the batch.
 
         prompts_per_step / updates_per_step x group_size >= data x fsdp
@@ -281,7 +273,7 @@ def idle_shards(context: Context) -> Violation | None:
 
 
 @rule("mesh", "warning", runs="grpo")
-def padded_microbatch(context: Context) -> Violations:
+def padded_microbatch(context: Context) -> Found:
     """The sequences of an update must divide by data x fsdp x microbatch, to fill its microbatches.
 
         S = n x rows,  n whole           S = prompts_per_step / updates_per_step x group_size
@@ -323,7 +315,7 @@ def _rows_that_divide(sequences: int, shards: int, limit: int) -> str:
 
 
 @model_rule("mesh")
-def tensor_heads(context: Context, config: ModelConfig) -> Violation | None:
+def tensor_heads(context: Context, config: ModelConfig) -> Found:
     """The tensor axis must divide the model's query heads.
 
         num_attention_heads = n x tensor,  n whole
@@ -342,7 +334,7 @@ def tensor_heads(context: Context, config: ModelConfig) -> Violation | None:
 
 
 @model_rule("mesh", "warning")
-def tensor_kv_heads(context: Context, config: ModelConfig) -> Violation | None:
+def tensor_kv_heads(context: Context, config: ModelConfig) -> Found:
     """The tensor axis ought to divide the model's key/value heads.
 
         num_key_value_heads = n x tensor,  n whole
@@ -366,7 +358,7 @@ def tensor_kv_heads(context: Context, config: ModelConfig) -> Violation | None:
 
 
 @model_rule("mesh", "warning")
-def sharded_widths(context: Context, config: ModelConfig) -> Violations:
+def sharded_widths(context: Context, config: ModelConfig) -> Found:
     """fsdp ought to divide the hidden size, and tensor the MLP's width and the vocabulary.
 
         hidden_size mod fsdp = 0,   intermediate_size mod tensor = 0,   vocab_size mod tensor = 0
@@ -391,7 +383,7 @@ def sharded_widths(context: Context, config: ModelConfig) -> Violations:
 
 
 @rule("mesh")
-def attention_kernel(context: Context) -> Violations:
+def attention_kernel(context: Context) -> Found:
     """A named attention kernel must run on the learner's hardware, with its types and its mesh.
 
         splash   TPUs, compute_dtype bfloat16 or float32

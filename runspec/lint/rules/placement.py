@@ -25,7 +25,7 @@ from runspec.core.spec.role_names import (
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.inputs import hourly_price
 from runspec.estimate.speed import step_seconds
-from runspec.lint.registry import Context, Violation, Violations, relation, rule
+from runspec.lint.registry import Context, Found, Violation, relation, rule
 
 _SHOWN = 12
 """Names that a message lists."""
@@ -36,7 +36,7 @@ RESERVED = (
 
 
 @rule("placement")
-def monitor_python(context: Context) -> Violations:
+def monitor_python(context: Context) -> Found:
     """A monitor of kind `trackio` must name the interpreter of trackio's own environment.
 
     Packages that trackio needs and packages that a run needs exclude each other's versions. So
@@ -52,7 +52,7 @@ def monitor_python(context: Context) -> Violations:
 
 
 @rule("placement")
-def no_cluster(context: Context) -> Violation | None:
+def no_cluster(context: Context) -> Found:
     """A run on Kubernetes needs a container image.
 
         placement.kubernetes is given, where placement.backend is kubernetes
@@ -70,7 +70,7 @@ def no_cluster(context: Context) -> Violation | None:
 
 
 @rule("placement")
-def local_storage(context: Context) -> Violation | None:
+def local_storage(context: Context) -> Found:
     """Several learner hosts must write checkpoints to one place.
 
         checkpoints.dir: s3://... or gs://..., or a path with storage.shared,
@@ -96,7 +96,7 @@ def local_storage(context: Context) -> Violation | None:
 
 
 @rule("placement")
-def no_budget(context: Context) -> Violation | None:
+def no_budget(context: Context) -> Found:
     """Hardware that is paid by the hour must have a budget.
 
         budget.max_hours or budget.max_cost, where some price_per_hour > 0
@@ -115,7 +115,7 @@ def no_budget(context: Context) -> Violation | None:
 
 
 @rule("placement")
-def over_budget(context: Context) -> Violation | None:
+def over_budget(context: Context) -> Found:
     """The money must last to the last step.
 
         steps x step_s / 3600 x price_per_hour <= max_cost
@@ -147,7 +147,7 @@ def over_budget(context: Context) -> Violation | None:
 
 
 @rule("placement", "warning")
-def short_budget(context: Context) -> Violation | None:
+def short_budget(context: Context) -> Found:
     """The hours of the budget should last to the last step.
 
         steps x step_s / 3600 <= max_hours
@@ -177,7 +177,7 @@ def short_budget(context: Context) -> Violation | None:
 
 
 @rule("placement")
-def reserved_names(context: Context) -> Violations:
+def reserved_names(context: Context) -> Found:
     """No pool may be called like a role, and no relay `origin`.
 
     Keys and logs lie in files named after roles: a pool `validator` would have workers
@@ -201,7 +201,7 @@ def reserved_names(context: Context) -> Violations:
 
 
 @rule("placement")
-def role_clash(context: Context) -> Violations:
+def role_clash(context: Context) -> Found:
     """Every process must have a name of its own, and so must what `placement.roles` names.
 
         relay-<name>, <pool>-<i>, validator-<i>, learner-<i>, island-<name>, shares-<name>, ...
@@ -229,7 +229,7 @@ def role_clash(context: Context) -> Violations:
 
 
 @rule("placement")
-def unknown_role(context: Context) -> Violations:
+def unknown_role(context: Context) -> Found:
     """`placement` must name roles of the run in `roles`, `devices` and `kubernetes`.
 
     `roles` says what is started here: `validators`, a pool, relay-<name>, island-<name>, or
@@ -269,7 +269,7 @@ def unknown_role(context: Context) -> Violations:
 
 
 @rule("placement", "warning")
-def shared_device(context: Context) -> Violations:
+def shared_device(context: Context) -> Found:
     """An accelerator should belong to one process.
 
     JAX takes most of a GPU's memory when it starts, and vLLM plans with what is free at that
@@ -298,7 +298,7 @@ def shared_device(context: Context) -> Violations:
 
 
 @rule("placement")
-def too_few_devices(context: Context) -> Violations:
+def too_few_devices(context: Context) -> Found:
     """A process must see the accelerators that its part of the model is divided over.
 
         devices of a worker  >= parallel.tensor x parallel.data of its pool
@@ -332,7 +332,7 @@ def too_few_devices(context: Context) -> Violations:
 
 
 @rule("placement")
-def server_url(context: Context) -> Violations:
+def server_url(context: Context) -> Found:
     """The URL of a server must be http or https, with a host.
 
     Workers reach the coordinator at `placement.url`, and fetch policy versions from
@@ -349,7 +349,7 @@ def server_url(context: Context) -> Violations:
 
 
 @rule("placement")
-def port_clash(context: Context) -> Violations:
+def port_clash(context: Context) -> Found:
     """No two servers may listen at one address.
 
         base_port + 0 coordinator, + 1 origin, + 2 + i relay i, then learner and islands

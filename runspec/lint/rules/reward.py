@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from runspec.core.spec.schema import Reward, RunSpec
-from runspec.lint.registry import (
-    Context,
-    Violation,
-    Violations,
-    found_by_loader,
-    relation,
-    rule,
-)
+from runspec.lint.registry import Context, Found, found_by_loader, relation, rule
 
 
 def length_term(spec: RunSpec) -> Reward | None:
@@ -32,7 +25,7 @@ def problems() -> None:
 
 
 @rule("reward")
-def task_advantage(context: Context) -> Violation | None:
+def task_advantage(context: Context) -> Found:
     """Advantages normalised by task need a length term that is added.
 
         A = (T - mean T) / (std T + 1e-6) + (P - mean P),  where R = T + P
@@ -52,7 +45,7 @@ def task_advantage(context: Context) -> Violation | None:
 
 
 @rule("reward")
-def target_length(context: Context) -> Violations:
+def target_length(context: Context) -> Found:
     """A target_length term must name its form, its targets and, unless it clips, its alpha.
 
         exact   R = T - alpha |target - length|                         (INTELLECT-2, 3.1.2)
@@ -76,7 +69,7 @@ def target_length(context: Context) -> Violations:
 
 
 @rule("reward")
-def task_reward(context: Context) -> Violation | None:
+def task_reward(context: Context) -> Found:
     """Some term of the reward must grade the task itself.
 
     A length term alone rewards any text of the right length. Nothing then tells a right answer
@@ -91,7 +84,7 @@ def task_reward(context: Context) -> Violation | None:
 
 
 @rule("reward")
-def length_prompt(context: Context) -> Violation | None:
+def length_prompt(context: Context) -> Found:
     """The prompt must tell the length that the reward asks for.
 
     `data.length_prompt` is appended to the problem with `{target}` filled in. Without it the policy
@@ -106,7 +99,7 @@ def length_prompt(context: Context) -> Violation | None:
 
 
 @rule("reward")
-def one_term_a_kind(context: Context) -> Violations:
+def one_term_a_kind(context: Context) -> Found:
     """Each kind of reward must appear once.
 
     A problem is graded by the term whose kind is its task's; of two terms of a kind one would never
@@ -124,7 +117,7 @@ def one_term_a_kind(context: Context) -> Violations:
 
 
 @rule("reward")
-def targets_reachable(context: Context) -> Violations:
+def targets_reachable(context: Context) -> Found:
     """Every target length must be shorter than the output limit.
 
         target < max_new_tokens
@@ -147,7 +140,7 @@ def targets_reachable(context: Context) -> Violations:
 
 
 @rule("reward", "warning")
-def length_swamps_task(context: Context) -> Violation | None:
+def length_swamps_task(context: Context) -> Found:
     """The length penalty must not be able to outweigh the task reward.
 
         alpha x max |target - max_new_tokens| <= 1        for P = - alpha |target - length|
@@ -174,7 +167,7 @@ def length_swamps_task(context: Context) -> Violation | None:
 
 
 @rule("reward")
-def solve_rate(context: Context) -> Violations:
+def solve_rate(context: Context) -> Found:
     """The offline filter must have rows to filter, and bounds of which the lower is not above.
 
         min <= max

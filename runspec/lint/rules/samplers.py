@@ -8,19 +8,11 @@ from runspec.core.models.config import Dynamic, Linear, ModelConfig, Yarn
 from runspec.core.models.hardware import device_count
 from runspec.core.models.parameters import CPU_HEAD_SIZES
 from runspec.core.spec.schema import Hardware, RunSpec
-from runspec.lint.registry import (
-    Context,
-    Violation,
-    Violations,
-    divisors,
-    model_rule,
-    relation,
-    rule,
-)
+from runspec.lint.registry import Context, Found, Violation, divisors, model_rule, relation, rule
 
 
 @rule("samplers")
-def context_fits(context: Context) -> Violations:
+def context_fits(context: Context) -> Found:
     """The longest prompt and the longest output must fit into the engine's sequences.
 
         max_prompt_tokens + max_new_tokens <= max_model_len
@@ -42,7 +34,7 @@ def context_fits(context: Context) -> Violations:
 
 
 @rule("samplers")
-def model_len(context: Context) -> Violations:
+def model_len(context: Context) -> Found:
     """An engine must not make room for longer sequences than the model covers.
 
         max_model_len <= model.max_context
@@ -62,7 +54,7 @@ def model_len(context: Context) -> Violations:
 
 
 @model_rule("samplers", runs="all")
-def model_positions(context: Context, config: ModelConfig) -> Violation | None:
+def model_positions(context: Context, config: ModelConfig) -> Found:
     """max_context must not exceed what the model's own config.json covers.
 
         model.max_context <= max_position_embeddings     x factor under linear or dynamic RoPE,
@@ -92,7 +84,7 @@ def _positions(config: ModelConfig) -> int:
 
 
 @rule("samplers")
-def packing_holds(context: Context) -> Violations:
+def packing_holds(context: Context) -> Found:
     """A packed row must hold the longest prompt with the longest output.
 
         max_prompt_tokens + max_new_tokens <= learner.packing.tokens
@@ -113,7 +105,7 @@ def packing_holds(context: Context) -> Violations:
 
 
 @model_rule("samplers", runs="all")
-def attention_window(context: Context, config: ModelConfig) -> Violation | None:
+def attention_window(context: Context, config: ModelConfig) -> Found:
     """A packed row must not be longer than the model is exact for.
 
         learner.packing.tokens <= sliding window, or the length where dynamic RoPE begins to stretch
@@ -135,7 +127,7 @@ def attention_window(context: Context, config: ModelConfig) -> Violation | None:
 
 
 @model_rule("samplers", "warning")
-def cpu_head_size(context: Context, config: ModelConfig) -> Violations:
+def cpu_head_size(context: Context, config: ModelConfig) -> Found:
     """An engine on CPUs must be able to compute the model's heads.
 
     vLLM 0.32 has attention kernels on CPUs for heads of 32, 64, 80, 96, 112, 128, 160, 192, 224,
@@ -165,7 +157,7 @@ def unsupported_heads(spec: RunSpec, config: ModelConfig) -> Iterator[Violation]
 
 
 @rule("samplers", "warning")
-def neutral_sampling(context: Context) -> Violations:
+def neutral_sampling(context: Context) -> Found:
     """Sampling should not cut the distribution that ratios are of: top_p 1, top_k off.
 
         token ~ softmax(logits / T) over the tokens kept
@@ -192,7 +184,7 @@ def neutral_sampling(context: Context) -> Violations:
 
 
 @rule("samplers")
-def pool_devices(context: Context) -> Violations:
+def pool_devices(context: Context) -> Found:
     """A replica must have the devices that its parallelism divides the model over.
 
         parallel.tensor x parallel.data <= devices of a replica
@@ -219,7 +211,7 @@ def pool_devices(context: Context) -> Violations:
 
 
 @model_rule("samplers")
-def pool_heads(context: Context, config: ModelConfig) -> Violations:
+def pool_heads(context: Context, config: ModelConfig) -> Found:
     """Tensor parallelism of a pool must divide the model's heads.
 
         num_attention_heads mod tensor = 0
@@ -242,7 +234,7 @@ def pool_heads(context: Context, config: ModelConfig) -> Violations:
 
 
 @rule("samplers")
-def quantized_pool(context: Context) -> Violations:
+def quantized_pool(context: Context) -> Found:
     """A quantised pool must be on GPUs, and of dtype bfloat16 beside the quantised matrices.
 
     vLLM 0.32 rounds matrices to fp8 as it loads them, and leaves norms, embeddings and activations
@@ -267,7 +259,7 @@ def quantized_pool(context: Context) -> Violations:
 
 
 @rule("samplers")
-def trained_source(context: Context) -> Violation | None:
+def trained_source(context: Context) -> Found:
     """At least one source must be trained on.
 
         some data.sources[].train
@@ -285,7 +277,7 @@ def trained_source(context: Context) -> Violation | None:
 
 
 @rule("samplers")
-def evaluation_names(context: Context) -> Violations:
+def evaluation_names(context: Context) -> Found:
     """An evaluation must name a source, a reward term and a pool that the spec has.
 
     The evaluator asks the problems of `source`, grades all of them with the term `grader` where
@@ -313,7 +305,7 @@ def evaluation_names(context: Context) -> Violations:
 
 
 @rule("samplers")
-def evaluation_room(context: Context) -> Violations:
+def evaluation_room(context: Context) -> Found:
     """Prompt and answer of an evaluation must fit into the context of the evaluator's engine.
 
         data.max_prompt_tokens + evaluations[].max_new_tokens <= samplers[].max_model_len

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from runspec.core.address import is_loopback, parse_url, server_urls
 from runspec.core.spec.schema import RunSpec, SamplerPool
-from runspec.lint.registry import Context, Violation, Violations, rule
+from runspec.lint.registry import Context, Found, Violation, rule
 from runspec.lock.cache import is_on_hub
 
 # Prefixes: docs.github.com "About authentication", huggingface.co "User access tokens",
@@ -51,7 +51,7 @@ def is_elsewhere(pool: SamplerPool, spec: RunSpec) -> bool:
 
 
 @rule("security")
-def plain_http(context: Context) -> Violations:
+def plain_http(context: Context) -> Found:
     """Servers that an untrusted pool fetches from must be asked over HTTPS.
 
         url = https://..., or its host is this machine
@@ -75,7 +75,7 @@ def plain_http(context: Context) -> Violations:
 
 
 @rule("security")
-def public_address(context: Context) -> Violations:
+def public_address(context: Context) -> Found:
     """What strangers must reach has a public address.
 
         placement.url and broadcast.origin.url are given, where an untrusted pool is elsewhere
@@ -99,7 +99,7 @@ def public_address(context: Context) -> Violations:
 
 
 @rule("security")
-def unsigned_weights(context: Context) -> Violations:
+def unsigned_weights(context: Context) -> Found:
     """Workers on other machines must know the root key that weights are signed under.
 
         identity.root_public_key is given, where an untrusted pool is elsewhere
@@ -123,7 +123,7 @@ def unsigned_weights(context: Context) -> Violations:
 
 
 @rule("security")
-def inline_secret(context: Context) -> Violations:
+def inline_secret(context: Context) -> Found:
     """A secret must be named under `secrets`, never written into a spec.
 
     A spec is in git, in pull requests, in spec.json of every run and with every worker. What is
@@ -179,7 +179,7 @@ def secret_kind(text: str, key: str = "") -> str:
 
 
 @rule("reproducibility")
-def unpinned_revision(context: Context) -> Violations:
+def unpinned_revision(context: Context) -> Found:
     """What comes from a hub must be pinned to a commit.
 
         revision is a commit of 40 hexadecimal digits, or the lock beside the spec has one

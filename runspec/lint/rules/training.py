@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runspec.estimate.assumed import LORA_GAIN, weight_move
-from runspec.lint.registry import Context, Violation, Violations, relation, rule
+from runspec.lint.registry import Context, Found, relation, rule
 
 LEAST_MOVE, LARGEST_MOVE = 5e-5, 0.5
 """Move of a weight x hidden size between which fine-tuning is known to work."""
@@ -22,7 +22,7 @@ USERS = {
 
 
 @rule("algorithm", "warning")
-def learning_rate(context: Context) -> Violation | None:
+def learning_rate(context: Context) -> Found:
     """The learning rate must lie in the band in which training is known to work.
 
         5e-5 <= move x D <= 0.5        D the hidden size; ten times that for `model.shape` under
@@ -70,7 +70,7 @@ def learning_rate(context: Context) -> Violation | None:
 
 
 @rule("algorithm")
-def optimizer_fields(context: Context) -> Violations:
+def optimizer_fields(context: Context) -> Found:
     """The optimizer's fields must be those that its kind and schedule use.
 
         betas, eps                 kind: adamw or muon
@@ -97,7 +97,7 @@ def optimizer_fields(context: Context) -> Violations:
 
 
 @rule("algorithm", runs="supervised")
-def row_positions(context: Context) -> Violation | None:
+def row_positions(context: Context) -> Found:
     """A document of a packed row must not be longer than the model's positions.
 
         learner.packing.tokens <= model.max_context
@@ -116,7 +116,7 @@ def row_positions(context: Context) -> Violation | None:
 
 
 @rule("algorithm", "warning")
-def warmup_length(context: Context) -> Violation | None:
+def warmup_length(context: Context) -> Found:
     """The warm-up must end before the run does.
 
         warmup_updates < steps x updates_per_step
@@ -141,7 +141,7 @@ def warmup_length(context: Context) -> Violation | None:
 
 
 @rule("algorithm", "warning")
-def decay_length(context: Context) -> Violation | None:
+def decay_length(context: Context) -> Found:
     """The learning rate's decay must fit into the run.
 
         warmup_updates + decay_updates <= steps x updates_per_step
@@ -166,7 +166,7 @@ def decay_length(context: Context) -> Violation | None:
 
 
 @rule("algorithm")
-def final_lr(context: Context) -> Violation | None:
+def final_lr(context: Context) -> Found:
     """The learning rate must not be larger after its decay than before.
 
         final_lr <= lr
@@ -184,7 +184,7 @@ def final_lr(context: Context) -> Violation | None:
 
 
 @rule("algorithm")
-def adam_betas(context: Context) -> Violations:
+def adam_betas(context: Context) -> Found:
     """AdamW's decays must be below 1.
 
         m = beta m + (1 - beta) g,   m^ = m / (1 - beta^(n + 1))     (arXiv 1711.05101)

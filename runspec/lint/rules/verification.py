@@ -9,7 +9,7 @@ from runspec.core.errors import UserError
 from runspec.core.spec.load import profile_text
 from runspec.core.spec.role_names import elsewhere, validator_names
 from runspec.estimate.speed import step_seconds, tokens_to_check, validator_tokens_per_s
-from runspec.lint.registry import Context, Violation, Violations, relation, rule
+from runspec.lint.registry import Context, Found, Violation, relation, rule
 from runspec.lint.rules.security import untrusted_pools
 from verify.thresholds import CALIBRATED, precision_of
 
@@ -21,7 +21,7 @@ EXECUTING_KINDS = ("code",)
 
 
 @rule("verification")
-def no_validators(context: Context) -> Violation | None:
+def no_validators(context: Context) -> Found:
     """Somebody must check submissions and grade them.
 
         verify.validators >= 1
@@ -39,7 +39,7 @@ def no_validators(context: Context) -> Violation | None:
 
 
 @rule("verification")
-def untrusted_unseeded(context: Context) -> Violations:
+def untrusted_unseeded(context: Context) -> Found:
     """An untrusted pool must sample by the noise of its leases.
 
         token = argmax_v( logits_v / T + noise(lease, group, sample, position, v) )
@@ -59,7 +59,7 @@ def untrusted_unseeded(context: Context) -> Violations:
 
 
 @rule("verification")
-def untrusted_unproven(context: Context) -> Violations:
+def untrusted_unproven(context: Context) -> Found:
     """Some of what an untrusted pool sends must be recomputed.
 
         prefill_share > 0  and  prefill_floor > 0
@@ -85,7 +85,7 @@ def untrusted_unproven(context: Context) -> Violations:
 
 
 @rule("verification")
-def prefill_floor(context: Context) -> Violation | None:
+def prefill_floor(context: Context) -> Found:
     """Good work must not be recomputed more often than a new worker's.
 
         prefill_floor <= prefill_share
@@ -106,7 +106,7 @@ def prefill_floor(context: Context) -> Violation | None:
 
 
 @rule("verification")
-def unsandboxed_grading(context: Context) -> Violations:
+def unsandboxed_grading(context: Context) -> Found:
     """A grader that executes what the model wrote must do so in a sandbox.
 
         reward[].sandboxed, where its kind is code
@@ -130,7 +130,7 @@ def unsandboxed_grading(context: Context) -> Violations:
 
 
 @rule("verification")
-def in_flight_updates(context: Context) -> Violations:
+def in_flight_updates(context: Context) -> Found:
     """A rollout of an untrusted pool must be of one policy version from first token to last.
 
         in_flight_updates  =>  trust = trusted
@@ -149,7 +149,7 @@ def in_flight_updates(context: Context) -> Violations:
 
 
 @rule("verification")
-def engine_hardware(context: Context) -> Violation | None:
+def engine_hardware(context: Context) -> Found:
     """The prefill engine must run on the validators' hardware.
 
         engine = torch  =>  verify.hardware is no TPU
@@ -169,7 +169,7 @@ def engine_hardware(context: Context) -> Violation | None:
 
 
 @rule("verification")
-def validator_hardware(context: Context) -> Violation | None:
+def validator_hardware(context: Context) -> Found:
     """Validators must not share the learner's accelerators.
 
         verify.hardware is given, where the learner is on accelerators and validators start here
@@ -189,7 +189,7 @@ def validator_hardware(context: Context) -> Violation | None:
 
 
 @rule("verification")
-def validator_capacity(context: Context) -> Violation | None:
+def validator_capacity(context: Context) -> Found:
     """Validators must check rollouts as fast as they come.
 
         validators x tokens_per_s >= rollouts x length x prefill_share / step_s
@@ -220,7 +220,7 @@ def validator_capacity(context: Context) -> Violation | None:
 
 
 @rule("verification")
-def uncalibrated_precision(context: Context) -> Violations:
+def uncalibrated_precision(context: Context) -> Found:
     """Proofs may be asked of a pool only where somebody measured what honest ones look like.
 
         (sampler, validator) is calibrated, or verify.profiles has one for the pool, or
@@ -256,7 +256,7 @@ def uncalibrated_precision(context: Context) -> Violations:
 
 
 @rule("verification")
-def calibration_profile(context: Context) -> Violations:
+def calibration_profile(context: Context) -> Found:
     """A profile must be signed by the run's root key, in date, and of this run's pools and model.
 
         signed by identity.root_public_key,   now <= expires,   one profile a pool
@@ -338,7 +338,7 @@ def _profiles(context: Context) -> dict[str, Profile | str]:
 
 
 @rule("verification", "warning")
-def unused_thresholds(context: Context) -> Violations:
+def unused_thresholds(context: Context) -> Found:
     """Thresholds should be of a precision that some pool has.
 
     Limits are looked up by the pool's precision, its quantization or its dtype. Those of a
@@ -355,7 +355,7 @@ def unused_thresholds(context: Context) -> Violations:
 
 
 @rule("verification")
-def thresholds_order(context: Context) -> Violations:
+def thresholds_order(context: Context) -> Found:
     """The limit of a mean must not exceed the limit of its parts.
 
         logprob_submission <= logprob_rollout,   gap_mean <= gap <= gap_max
