@@ -27,7 +27,7 @@ from runspec.core.models.parameters import forward_flops, step_flops
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.assumed import Assumed
-from runspec.estimate.broadcast import broadcast_times, version_bytes
+from runspec.estimate.broadcast import arrivals, version_bytes
 from runspec.estimate.speed import Decode, decode_speed
 from runspec.lint.check import check_spec
 from runspec.simulate.fleet import Member, Strategy
@@ -303,13 +303,13 @@ def broadcast(published: Published) -> dict[str, float]:
     config = model_config(spec)
     assert config is not None, "the shape ships with runspec"
     size = version_bytes(config, spec.broadcast.dtype)
-    minutes = max(broadcast_times(spec, published.broadcast_bytes).values()) / MINUTE
+    minutes = arrivals(spec, published.broadcast_bytes)[-1].seconds / MINUTE
     return {
         "minutes": minutes,
         "published": published.broadcast,
         "error": error(minutes, published.broadcast),
         "version_bytes": size,
-        "minutes_of_version_bytes": max(broadcast_times(spec, size).values()) / MINUTE,
+        "minutes_of_version_bytes": arrivals(spec, size)[-1].seconds / MINUTE,
     }
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf, log2, prod
+from typing import NamedTuple
 
 from bridge.weight_map import file_header, hf_shapes, plan_shards
 from runspec.core.models.config import ModelConfig
@@ -48,8 +49,7 @@ class Arrival:
     """Field of the spec: the declared link that limits the rate."""
 
 
-@dataclass(frozen=True)
-class _Reached:
+class _Reached(NamedTuple):
     path: tuple[str, ...]
     rate: float
     delay: float
@@ -57,8 +57,7 @@ class _Reached:
     limit: str
 
 
-@dataclass(frozen=True)
-class _Child:
+class _Child(NamedTuple):
     name: str
     parent: str
     download: float
@@ -90,9 +89,16 @@ def arrivals(spec: RunSpec, size: float) -> list[Arrival]:
     while pending:
         parent = pending.pop()
         mine = children.get(parent, [])
-        for child, node in _served(reached[parent], uploads.get(parent), mine, chunk):
+        # The upload of the parent is shared max-min.
+        upload, field = uploads.get(parent, (None, ""))
+        left, above = link_rate(upload), reached[parent]
+        delay = above.delay + (chunk / above.rate if above.rate < inf else 0.0)
+        for number, child in enumerate(sorted(mine, key=lambda one: one.download)):
+            own = (left / (len(mine) - number), field), (child.download, child.field)
+            rate, limit = min((above.rate, above.limit), *own)
+            left -= rate if rate < inf else 0.0
             if child.name not in reached:
-                reached[child.name] = node
+                reached[child.name] = _Reached((*above.path, child.name), rate, delay, limit)
                 pending.append(child.name)
     found = [
         Arrival(name, node.path, node.delay + size / node.rate, node.rate, node.limit)
@@ -102,11 +108,6 @@ def arrivals(spec: RunSpec, size: float) -> list[Arrival]:
     return sorted(found, key=lambda arrival: (arrival.seconds, arrival.name))
 
 
-def broadcast_times(spec: RunSpec, size: float) -> dict[str, float]:
-    """Return the seconds from publication until each relay or replica has a version."""
-    return {arrival.name: arrival.seconds for arrival in arrivals(spec, size)}
-
-
 def _children(spec: RunSpec) -> Iterator[_Child]:
     """Return each node with its parent."""
     relays = [relay.name for relay in spec.broadcast.relays]
@@ -114,7 +115,9 @@ def _children(spec: RunSpec) -> Iterator[_Child]:
         if not relay.upstream:
             continue  # no path to the origin; the finding may be suppressed
         field = f"broadcast.relays.{relay.name}.download"
-        yield _Child(f"relay-{relay.name}", _node(relay.upstream[0]), _rate(relay.download), field)
+        yield _Child(
+            f"relay-{relay.name}", _node(relay.upstream[0]), link_rate(relay.download), field
+        )
     for pool in spec.samplers:
         wanted = relays if pool.relays is None else pool.relays
         for index in range(pool.replicas):
@@ -122,33 +125,15 @@ def _children(spec: RunSpec) -> Iterator[_Child]:
             turn = index % len(wanted) if wanted and pool.relays is None else 0
             parent = _node(wanted[turn]) if wanted else ORIGIN
             field = f"samplers.{pool.name}.download"
-            yield _Child(f"{pool.name}-{index}", parent, _rate(pool.download), field)
-
-
-def _served(
-    parent: _Reached,
-    upload: tuple[float | None, str] | None,
-    children: list[_Child],
-    chunk: float,
-) -> Iterator[tuple[_Child, _Reached]]:
-    """What each child of a node gets, its upload shared max-min."""
-    left, field = (_rate(upload[0]), upload[1]) if upload else (inf, "")
-    delay = parent.delay + (chunk / parent.rate if parent.rate < inf else 0.0)
-    for number, child in enumerate(sorted(children, key=lambda one: one.download)):
-        share = left / (len(children) - number)
-        rate, limit = min(
-            (parent.rate, parent.limit), (share, field), (child.download, child.field)
-        )
-        left -= rate if rate < inf else 0.0
-        yield child, _Reached((*parent.path, child.name), rate, delay, limit)
+            yield _Child(f"{pool.name}-{index}", parent, link_rate(pool.download), field)
 
 
 def _node(name: str) -> str:
     return ORIGIN if name == ORIGIN else f"relay-{name}"
 
 
-def _rate(bits_s: float | None) -> float:
-    """Bytes/s of a declared link; infinite where nothing is declared."""
+def link_rate(bits_s: float | None) -> float:
+    """Return the bytes/s of a declared link; infinite where nothing is declared."""
     return inf if bits_s is None else bits_s / 8
 
 

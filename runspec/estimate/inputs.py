@@ -12,7 +12,7 @@ from runspec.core.spec.role_names import island_names, island_role, island_spec,
 from runspec.core.spec.schema import Hardware, RunSpec, SamplerPool
 from runspec.estimate import assumed
 from runspec.estimate.assumed import Assumed
-from runspec.estimate.speed import prefill_tokens_per_s
+from runspec.estimate.speed import prefill_tokens_per_s, validator_tokens_per_s
 
 
 def check_tokens_per_s(spec: RunSpec, config: ModelConfig | None) -> Assumed | None:
@@ -20,18 +20,16 @@ def check_tokens_per_s(spec: RunSpec, config: ModelConfig | None) -> Assumed | N
 
     None if that is unknown too, or if there are no validators.
     """
-    verify, name = spec.verify, "a validator"
+    verify, source = spec.verify, "verify.hardware"
     if not verify.validators:
         return None
+    rate, hardware = validator_tokens_per_s(spec, config), verify.hardware
     if verify.tokens_per_s is not None:
-        return Assumed(name, verify.tokens_per_s, "tokens/s", "verify.tokens_per_s")
-    source = "verify.hardware"
-    hardware = verify.hardware
-    if hardware is None:
-        hardware = spec.samplers[0].hardware
+        source = "verify.tokens_per_s"
+    elif hardware is None and config is not None:
+        rate = prefill_tokens_per_s(spec.samplers[0].hardware, spec, config)
         source = f"no verify.hardware: as a replica of {spec.samplers[0].name}"
-    rate = None if config is None else prefill_tokens_per_s(hardware, spec, config)
-    return None if rate is None else Assumed(name, rate, "tokens/s", source)
+    return None if rate is None else Assumed("a validator", rate, "tokens/s", source)
 
 
 def inputs(spec: RunSpec, config: ModelConfig | None) -> tuple[Assumed, ...]:
@@ -46,6 +44,19 @@ def inputs(spec: RunSpec, config: ModelConfig | None) -> tuple[Assumed, ...]:
         if spec.supervised is None
         else (assumed.document_tokens(spec),)
     )
+    loading = [Assumed("loading", assumed.LOAD_BYTES_S, "bytes/s", assumed.OURS)]
+    deltas = []
+    if spec.broadcast.format == "delta" and config is not None:
+        deltas = [
+            assumed.changed_share(spec, config),
+            Assumed("finding what changed", assumed.DIFF_BYTES_S, "bytes/s", assumed.OURS),
+            Assumed("rebuilding from a delta", assumed.REBUILD_BYTES_S, "bytes/s", assumed.OURS),
+        ]
+    links = {"broadcast.origin.upload": spec.broadcast.origin.upload}
+    for relay in spec.broadcast.relays:
+        links[f"broadcast.relays.{relay.name}.download"] = relay.download
+        links[f"broadcast.relays.{relay.name}.upload"] = relay.upload
+    links |= {f"samplers.{pool.name}.download": pool.download for pool in spec.samplers}
     return (
         *lengths,
         assumed.learner_mfu(spec),
@@ -54,9 +65,13 @@ def inputs(spec: RunSpec, config: ModelConfig | None) -> tuple[Assumed, ...]:
         *(entry for pool in spec.samplers for entry in _pool(pool, spec)),
         *filter(None, [check_tokens_per_s(spec, config)]),
         Assumed("publishing", assumed.PUBLISH_BYTES_S, "bytes/s", assumed.OURS),
-        *_loading(spec),
-        *_deltas(spec, config),
-        *_links(spec),
+        *(loading if spec.samplers else ()),
+        *deltas,
+        *(
+            Assumed("link", rate, "bits/s", path)
+            for path, rate in links.items()
+            if rate is not None
+        ),
     )
 
 
@@ -104,30 +119,6 @@ def _hardware(hardware: Hardware, path: str, *fields: str) -> Iterator[Assumed]:
             yield Assumed(f"{hardware.kind} {name}", value, unit, source)
 
 
-def _loading(spec: RunSpec) -> Iterator[Assumed]:
-    if spec.samplers:
-        yield Assumed("loading", assumed.LOAD_BYTES_S, "bytes/s", assumed.OURS)
-
-
-def _deltas(spec: RunSpec, config: ModelConfig | None) -> Iterator[Assumed]:
-    if spec.broadcast.format == "delta" and config is not None:
-        yield assumed.changed_share(spec, config)
-        yield Assumed("finding what changed", assumed.DIFF_BYTES_S, "bytes/s", assumed.OURS)
-        yield Assumed("rebuilding from a delta", assumed.REBUILD_BYTES_S, "bytes/s", assumed.OURS)
-
-
-def _links(spec: RunSpec) -> Iterator[Assumed]:
-    links = {"broadcast.origin.upload": spec.broadcast.origin.upload}
-    for relay in spec.broadcast.relays:
-        links[f"broadcast.relays.{relay.name}.download"] = relay.download
-        links[f"broadcast.relays.{relay.name}.upload"] = relay.upload
-    for pool in spec.samplers:
-        links[f"samplers.{pool.name}.download"] = pool.download
-    for path, rate in links.items():
-        if rate is not None:
-            yield Assumed("link", rate, "bits/s", path)
-
-
 @dataclass(frozen=True)
 class Cost:
     """Cost in the currency of `price_per_hour`."""
@@ -141,44 +132,35 @@ class Cost:
 
 
 def hourly_price(spec: RunSpec) -> float | None:
-    """Return the sum of devices times `price_per_hour`: learner, islands, pools x replicas,
-    validators.
-
-    Hardware without a price costs nothing. Hardware without a count has one device. None if nothing
-    has a price.
-    """
-    prices = hourly_prices(spec)
-    return sum(prices.values()) if prices else None
-
-
-def hourly_prices(spec: RunSpec) -> dict[str, float]:
-    """Return `hourly_price` by role: `learner`, island-<name>, the pools by name, `validators`."""
-    prices = {"learner": _price(spec.learner.hardware, 1, spec.learner.mesh.slices)}
-    for name in island_names(spec)[1:]:
-        own = island_spec(spec, name).learner
-        prices[island_role(name)] = _price(own.hardware, 1, own.mesh.slices)
-    for pool in spec.samplers:
-        prices[pool.name] = _price(pool.hardware, pool.replicas)
-    if spec.verify.hardware is not None:
-        prices["validators"] = _price(spec.verify.hardware, spec.verify.validators)
-    return {role: price for role, price in prices.items() if price is not None}
+    """Return the sum of devices times `price_per_hour`; see `cost`."""
+    found = cost(spec, None)
+    return None if found is None else found.per_hour
 
 
 def cost(spec: RunSpec, run_s: float | None) -> Cost | None:
     """Return the cost of an hour and of the whole run; None if nothing has a price.
 
+    An hour costs the devices of learner, islands, pools x replicas and validators, times
+    `price_per_hour`. Hardware without a price costs nothing. Hardware without a count has one
+    device.
+
     Args:
         spec: names hardware, prices, replicas.
         run_s: seconds of all steps, if known.
     """
-    per_hour = hourly_price(spec)
-    if per_hour is None:
+    learners = {"learner": spec.learner}
+    learners |= {island_role(n): island_spec(spec, n).learner for n in island_names(spec)[1:]}
+    used: list[tuple[str, Hardware | None, int, int]] = [
+        *((role, own.hardware, 1, own.mesh.slices) for role, own in learners.items()),
+        *((pool.name, pool.hardware, pool.replicas, 1) for pool in spec.samplers),
+        ("validators", spec.verify.hardware, spec.verify.validators, 1),
+    ]
+    by_role = {
+        role: hardware.price_per_hour * (device_count(hardware, slices) or 1) * processes
+        for role, hardware, processes, slices in used
+        if hardware is not None and hardware.price_per_hour is not None
+    }
+    if not by_role:
         return None
-    run = None if run_s is None else per_hour * run_s / 3600
-    return Cost(per_hour, hourly_prices(spec), run)
-
-
-def _price(hardware: Hardware, processes: int, slices: int = 1) -> float | None:
-    if hardware.price_per_hour is None:
-        return None
-    return hardware.price_per_hour * (device_count(hardware, slices) or 1) * processes
+    per_hour = sum(by_role.values())
+    return Cost(per_hour, by_role, None if run_s is None else per_hour * run_s / 3600)

@@ -37,6 +37,7 @@ from bridge.weight_map import hf_shapes
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import Islands, RunSpec
 from runspec.estimate.assumed import REPORT_TRIPS, ROUND_TRIPS, SHARE_BYTES_S
+from runspec.estimate.broadcast import link_rate
 
 _OWN_PASSES, _READ_PASSES = 6, 2
 """Passes over the parameters, the latter for each share. CPU seconds of 3.3M parameters on one
@@ -127,11 +128,11 @@ def exchange(spec: RunSpec, config: ModelConfig) -> Exchange:
     used, count = codec(islands.codec.kind), len(islands.members)
     share, whole = used.size(elements), 4 * elements
     latency = max((member.latency or 0.0) for member in islands.members) if count > 1 else 0.0
-    up = {member.name: _rate(member.upload) for member in islands.members}
+    up = {member.name: link_rate(member.upload) for member in islands.members}
     transfer = {}
     for member in islands.members:
         others = (rate for name, rate in up.items() if name != member.name)
-        rate = min(_rate(member.download), *others, inf)
+        rate = min(link_rate(member.download), *others, inf)
         transfer[member.name] = (count - 1) * share / rate + ROUND_TRIPS * latency
     vectors = 8 if used.feedback else 6
     return Exchange(
@@ -142,8 +143,3 @@ def exchange(spec: RunSpec, config: ModelConfig) -> Exchange:
         host_bytes=vectors * whole + count * share,
         transfer_s=transfer,
     )
-
-
-def _rate(bits_s: float | None) -> float:
-    """Bytes/s of a declared link; infinite where nothing is declared."""
-    return inf if bits_s is None else bits_s / 8

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import takewhile
 from operator import attrgetter
 from typing import get_args
@@ -102,7 +101,7 @@ def check_spec(files: SpecFiles, *, environ: Mapping[str, str] | None = None) ->
     Raises:
         UserError: as `load_layers`.
     """
-    linted = _lint(files, environ, ParsedFiles())
+    linted = _lint(files, environ, {})
     findings = [*linted.applied.findings, *unused(linted.judged, linted.applied.used)]
     spec = linted.layered.spec
     return CheckedSpec(spec, findings, linted.layered, linted.applied.suppressed)
@@ -114,7 +113,8 @@ def check_files(specs: Sequence[SpecFiles]) -> CheckedFiles:
     A finding in a file that several of them extend is listed once. A suppression is unused if none
     of them uses it.
     """
-    parsed, linted, unreadable = ParsedFiles(), [], []
+    parsed: ParsedFiles = {}
+    linted, unreadable = [], []
     for files in specs:
         try:
             linted.append(_lint(files, None, parsed))
@@ -150,8 +150,11 @@ def _lint(files: SpecFiles, environ: Mapping[str, str] | None, parsed: ParsedFil
     findings = list(layered.findings)
     if layered.spec is not None:
         findings += _rule_findings(layered, Context(layered.spec, files))
-    hide = partial(_without_values, values=_variables(layered, environ))
-    findings = [hide(_with_suggestion(finding)) for finding in findings]
+    known = os.environ if environ is None else environ
+    names = {name for text in layered.texts.values() for name, _ in VARIABLE.findall(text)}
+    values = {name: known.get(name, "") for name in sorted(names)}
+    values = {name: value for name, value in values.items() if len(value) >= LEAST_HIDDEN}
+    findings = [_without_values(_with_suggestion(finding), values) for finding in findings]
     comments = [comment for found in layered.comments.values() for comment in found]
     suppressions, faults = read_suppressions(comments)
     applied = apply_suppressions(suppressions, findings)
@@ -174,19 +177,15 @@ def _with_suggestion(finding: Finding) -> Finding:
     return replace(finding, suggestion=general.format(path=field))
 
 
-def _variables(layered: Layered, environ: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the variables that the files use, by name, whose values may be secrets."""
-    known = os.environ if environ is None else environ
-    names = {name for text in layered.texts.values() for name, _ in VARIABLE.findall(text)}
-    found = {name: known.get(name, "") for name in sorted(names)}
-    return {name: value for name, value in found.items() if len(value) >= LEAST_HIDDEN}
-
-
 def _without_values(finding: Finding, values: Mapping[str, str]) -> Finding:
     """Return the finding with names of variables in place of their values.
 
     A spec may be a stranger's, as in CI, and name a variable that holds a secret of this machine's.
     The beginning of a value, which a message may have cut off, is replaced too.
+
+    Args:
+        finding: of the spec.
+        values: of the variables that its files use, by name.
     """
 
     def hidden(text: str) -> str:

@@ -43,8 +43,9 @@ def fix_texts(findings: Iterable[Finding], texts: Mapping[str, str]) -> Fixed:
             by_file.setdefault(finding.file, []).append(finding)
     for file, found in by_file.items():
         edits = {finding.fix for finding in found if finding.fix is not None}
-        conflict = _conflict(edits)
-        if conflict is not None:
+        pairs = pairwise(sorted(edits, key=lambda edit: (edit.line, edit.start, edit.end)))
+        overlaps = (b.line for a, b in pairs if a.line == b.line and b.start < a.end)
+        if (conflict := next(overlaps, None)) is not None:
             fixed.refused[file] = f"two edits of line {conflict} want the same characters"
             continue
         text = apply_edits(texts[file], edits)
@@ -87,12 +88,3 @@ def write_fixed(fixed: Fixed, texts: Mapping[str, str]) -> None:
             raise UserError("changed while it was checked", place=file, remedy="run it again")
         write_atomic(path, (_MARK if data.startswith(_MARK) else b"") + text.encode())
         path.chmod(mode)
-
-
-def _conflict(edits: Iterable[Edit]) -> int | None:
-    """Return the line of two edits that overlap; None if none do."""
-    ordered = sorted(edits, key=lambda edit: (edit.line, edit.start, edit.end))
-    for before, after in pairwise(ordered):
-        if before.line == after.line and after.start < before.end:
-            return after.line
-    return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -19,9 +20,9 @@ from typing import Any
 from urllib.parse import quote
 
 from runspec.core import entry_points
-from runspec.core.spec.findings import SET_FILE, Edit, Finding, excerpt, finite, from_here, measured
+from runspec.core.spec.findings import SET_FILE, Finding, excerpt, finite, from_here, measured
 from runspec.lint.check import CheckedFiles
-from runspec.lint.registry import RULES, Rule
+from runspec.lint.registry import RULES
 
 FORMATS = ("pretty", "compact", "json", "github", "sarif")
 FOR_PEOPLE = ("pretty", "compact")
@@ -42,11 +43,7 @@ def render(checked: CheckedFiles, output: str, *, colour: bool = False) -> str:
         return "\n\n".join(_pretty_finding(finding, colour) for finding in checked.findings)
     if output == "compact":
         return "\n".join(visible(str(finding)) for finding in checked.findings)
-    if output == "json":
-        return _json(checked)
-    if output == "github":
-        return _github(checked)
-    return _sarif(checked)
+    return {"json": _json, "github": _github, "sarif": _sarif}[output](checked)
 
 
 def visible(text: str) -> str:
@@ -63,7 +60,7 @@ def _pretty_finding(finding: Finding, colour: bool) -> str:
     severity = _painted(f"{finding.severity} {finding.code}:", _SEVERITY[finding.severity], colour)
     head = f"{_painted(visible(place), _BOLD, colour)} {severity} {visible(path + finding.message)}"
     lines = [head]
-    if finding.source.strip():
+    if finding.place.source.strip():
         line, carets = excerpt(finding).split("\n")
         lines += [visible(line), _painted(carets, _SEVERITY[finding.severity], colour)]
     margin = " " * (len(str(finding.line)) + 2)
@@ -112,7 +109,7 @@ def _json_finding(finding: Finding) -> dict[str, Any]:
         "file": finding.file,
         "line": finding.line,
         "column": finding.column,
-        "end_column": finding.column + finding.width,
+        "end_column": finding.column + finding.place.width,
         "source": finding.line_text,
         "numbers": finite(finding),
         "requires": finding.requires,
@@ -125,13 +122,13 @@ def _json_finding(finding: Finding) -> dict[str, Any]:
 def _github(checked: CheckedFiles) -> str:
     """Return one command a line, unreadable files first."""
     lines = [
-        f"::error {_properties(file=from_here(one.file).as_posix())}::{_data(one.error.thing)}"
+        _command("error", one.error.thing, {"file": from_here(one.file).as_posix()})
         for one in checked.unreadable
     ]
-    return "\n".join([*lines, *(_command(finding) for finding in checked.findings)])
+    return "\n".join([*lines, *map(_annotation, checked.findings)])
 
 
-def _command(finding: Finding) -> str:
+def _annotation(finding: Finding) -> str:
     properties: dict[str, object] = {"title": f"runspec {finding.code}"}
     if finding.file != SET_FILE:
         properties |= {
@@ -139,25 +136,24 @@ def _command(finding: Finding) -> str:
             "line": finding.line,
             "col": finding.column,
         }
-        if finding.width:
-            properties["endColumn"] = finding.column + finding.width
+        if finding.place.width:
+            properties["endColumn"] = finding.column + finding.place.width
     path = f"{finding.path}: " if finding.path else ""
     hint = [finding.suggestion] if finding.suggestion else []
     text = "\n".join([f"{path}{finding.message}", *measured(finding), *hint])
-    return f"::{finding.severity} {_properties(**properties)}::{_data(text)}"
+    return _command(finding.severity, text, properties)
 
 
-def _properties(**properties: object) -> str:
-    return ",".join(f"{key}={_property(str(value))}" for key, value in properties.items())
+def _command(name: str, text: str, properties: Mapping[str, object]) -> str:
+    shown = (
+        f"{key}={_escaped(str(value)).replace(':', '%3A').replace(',', '%2C')}"
+        for key, value in properties.items()
+    )
+    return f"::{name} {','.join(shown)}::{_escaped(text)}"
 
 
-def _data(text: str) -> str:
-    lines = (visible(line) for line in text.replace("%", "%25").split("\n"))
-    return "%0A".join(lines)
-
-
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")
+def _escaped(text: str) -> str:
+    return "%0A".join(visible(line) for line in text.replace("%", "%25").split("\n"))
 
 
 SCHEMA = (
@@ -173,34 +169,20 @@ def _sarif(checked: CheckedFiles) -> str:
     for one in checked.suppressed:
         suppression = {"kind": "inSource", "status": "accepted", "justification": one.reason}
         results.append({**_result(one.finding), "suppressions": [suppression]})
-    run = {
-        "tool": {"driver": _driver()},
-        "invocations": [_invocation(checked)],
-        "columnKind": "unicodeCodePoints",
-        "results": results,
-    }
-    return json.dumps({"$schema": SCHEMA, "version": VERSION, "runs": [run]}, indent=2)
-
-
-def _driver() -> Json:
-    driver: Json = {"name": "runspec", "rules": [_rule(rule) for rule in RULES.values()]}
+    rules = [
+        {
+            "id": rule.code,
+            "shortDescription": {"text": rule.summary},
+            "fullDescription": {"text": rule.page},
+            "help": {"text": f"{rule.page}\n\nMore: runspec explain {rule.code}"},
+            "defaultConfiguration": {"level": rule.severity},
+            "properties": {"tags": [rule.group]},
+        }
+        for rule in RULES.values()
+    ]
+    driver: Json = {"name": "runspec", "rules": rules}
     with suppress(PackageNotFoundError):  # the package need not be installed
         driver["version"] = version(entry_points.NAME)
-    return driver
-
-
-def _rule(rule: Rule) -> Json:
-    return {
-        "id": rule.code,
-        "shortDescription": {"text": rule.summary},
-        "fullDescription": {"text": rule.page},
-        "help": {"text": f"{rule.page}\n\nMore: runspec explain {rule.code}"},
-        "defaultConfiguration": {"level": rule.severity},
-        "properties": {"tags": [rule.group]},
-    }
-
-
-def _invocation(checked: CheckedFiles) -> Json:
     invocation: Json = {"executionSuccessful": not checked.unreadable}
     if checked.unreadable:
         invocation["toolExecutionNotifications"] = [
@@ -211,48 +193,46 @@ def _invocation(checked: CheckedFiles) -> Json:
             }
             for one in checked.unreadable
         ]
-    return invocation
+    run = {
+        "tool": {"driver": driver},
+        "invocations": [invocation],
+        "columnKind": "unicodeCodePoints",
+        "results": results,
+    }
+    return json.dumps({"$schema": SCHEMA, "version": VERSION, "runs": [run]}, indent=2)
 
 
 def _result(finding: Finding) -> Json:
     path = f"{finding.path}: " if finding.path else ""
     hint = f" ({finding.suggestion})" if finding.suggestion else ""
     identity = "\n".join((finding.code, finding.path, finding.line_text.strip()))
-    result: Json = {
-        "ruleId": finding.code,
-        "ruleIndex": list(RULES).index(finding.code),
-        "level": finding.severity,
-        "message": {"text": f"{path}{finding.message}{hint}"},
-        "locations": [_location(finding)],
-        "partialFingerprints": {"finding/v1": hashlib.sha256(identity.encode()).hexdigest()},
-        "properties": {"numbers": finite(finding), "requires": finding.requires},
-    }
-    if finding.fix is not None:
-        result["fixes"] = [_fix(finding, finding.fix)]
-    return result
-
-
-def _location(finding: Finding) -> Json:
     location: Json = {}
     if finding.file != SET_FILE:
         region: Json = {"startLine": finding.line, "startColumn": finding.column}
-        if finding.width:
-            region["endColumn"] = finding.column + finding.width
+        if finding.place.width:
+            region["endColumn"] = finding.column + finding.place.width
         if finding.line_text:
             region["snippet"] = {"text": finding.line_text}
         artifact = _artifact(finding.file)
         location["physicalLocation"] = {"artifactLocation": artifact, "region": region}
     if finding.path:
         location["logicalLocations"] = [{"fullyQualifiedName": finding.path}]
-    return location
-
-
-def _fix(finding: Finding, edit: Edit) -> Json:
-    region = {"startLine": edit.line, "startColumn": edit.start, "endColumn": edit.end}
-    replacement = {"deletedRegion": region, "insertedContent": {"text": edit.text}}
-    change = {"artifactLocation": _artifact(finding.file), "replacements": [replacement]}
-    description = finding.suggestion or finding.message
-    return {"description": {"text": description}, "artifactChanges": [change]}
+    result: Json = {
+        "ruleId": finding.code,
+        "ruleIndex": list(RULES).index(finding.code),
+        "level": finding.severity,
+        "message": {"text": f"{path}{finding.message}{hint}"},
+        "locations": [location],
+        "partialFingerprints": {"finding/v1": hashlib.sha256(identity.encode()).hexdigest()},
+        "properties": {"numbers": finite(finding), "requires": finding.requires},
+    }
+    if (edit := finding.fix) is not None:
+        region = {"startLine": edit.line, "startColumn": edit.start, "endColumn": edit.end}
+        replacement = {"deletedRegion": region, "insertedContent": {"text": edit.text}}
+        change = {"artifactLocation": _artifact(finding.file), "replacements": [replacement]}
+        description = {"text": finding.suggestion or finding.message}
+        result["fixes"] = [{"description": description, "artifactChanges": [change]}]
+    return result
 
 
 def _artifact(file: str) -> Json:

@@ -1,6 +1,6 @@
 """Registry of the rules: code, group, severity, page and check function; and what a check may use.
 
-A rule is a function of a `Context`: it returns a violation or None, or yields several. Its name is
+A rule is a function of a `Context` that returns or yields violations. Its name is
 the code, with `-` for `_`, and its docstring the page. The first line says what must hold; then
 follow the reason, the formula and its source. `runspec explain` shows it with
 `examples/<code>/bad.yaml` and `good.yaml`, which tests lint.
@@ -9,24 +9,21 @@ follow the reason, the formula and its source. `runspec explain` shows it with
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import model_config
 from runspec.core.spec.findings import Number, Severity
 from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.lock_file import Lock, read_lock
 from runspec.core.spec.role_names import island_spec, members
-from runspec.core.spec.schema import IslandMember, RunSpec
+from runspec.core.spec.schema import Hardware, IslandMember, RunSpec
 from runspec.lint.tokenizer_files import TokenizerFiles
-
-if TYPE_CHECKING:
-    from runspec.core.spec.lock_file import Lock
-
 
 Group = Literal[
     "file",
@@ -98,8 +95,6 @@ class Context:
         Raises:
             UserError: the file is not a valid lock.
         """
-        from runspec.core.spec.lock_file import read_lock  # slow to import, and seldom needed
-
         return read_lock(self.files.path, self.files.profile)
 
 
@@ -119,10 +114,9 @@ class Violation:
     """Whether the line holds a secret: findings then do not quote it."""
 
 
-Check = Callable[[Context], Iterator[Violation]]
-Violations = Iterator[Violation | None]
-"""What a rule that looks at several things yields; None for each that is right."""
-Found = Violations | Violation | None
+Found = Iterable[Violation]
+"""What a rule returns or yields."""
+Check = Callable[[Context], Found]
 
 
 def relation(
@@ -132,16 +126,17 @@ def relation(
     suggestion: str,
     numbers: Mapping[str, Number] | None = None,
     severity: Severity | None = None,
-) -> Violation | None:
-    """Return the violation of a relation; None if it holds.
+) -> Found:
+    """Return the violation of a relation; none if it holds.
 
     Args:
         holds: whether it does.
         at: keys, and names of named objects, from the root, joined by dots.
         message, suggestion, numbers, severity: of the violation.
     """
-    where = tuple(at.split("."))
-    return None if holds else Violation(where, message, numbers or {}, suggestion, severity)
+    if holds:
+        return ()
+    return (Violation(tuple(at.split(".")), message, numbers or {}, suggestion, severity),)
 
 
 @dataclass(frozen=True)
@@ -157,10 +152,6 @@ class Rule:
     """Suggestion for findings without one; `{path}` is the finding's."""
     runs: Runs = "all"
 
-    def is_about(self, spec: RunSpec) -> bool:
-        """Return whether the rule is about runs of the spec's kind."""
-        return self.runs in ("all", "grpo" if spec.supervised is None else "supervised")
-
     @property
     def summary(self) -> str:
         return self.page.partition("\n")[0]
@@ -172,7 +163,7 @@ RULES: dict[str, Rule] = {}
 
 def rule(
     group: Group, severity: Severity = "error", runs: Runs | None = None
-) -> Callable[[Callable[[Context], Found]], Check]:
+) -> Callable[[Check], Check]:
     """Register a function as a rule; its name becomes the code, its docstring the page.
 
     Args:
@@ -180,14 +171,10 @@ def rule(
         runs: kinds of runs that it is about; None: as its group.
     """
 
-    def register(function: Callable[[Context], Found]) -> Check:
-        @wraps(function)
-        def check(context: Context) -> Iterator[Violation]:
-            found = function(context)
-            return filter(None, (found,) if isinstance(found, Violation) else found or ())
+    about: Runs = runs or ("grpo" if group in _SAMPLED else "all")
 
-        about: Runs = runs or ("grpo" if group in _SAMPLED else "all")
-        _add(Rule(*_code_and_page(function), group, severity, check, runs=about))
+    def register(check: Check) -> Check:
+        _add(check, group, severity, check=check, runs=about)
         return check
 
     return register
@@ -202,7 +189,7 @@ def model_rule(
         @rule(group, severity, runs)
         @wraps(function)
         def check(context: Context) -> Found:
-            return function(context, context.config) if context.config else None
+            return function(context, context.config) if context.config else ()
 
         return check
 
@@ -220,19 +207,16 @@ def found_by_loader(
     """
 
     def register(function: Callable[[], None]) -> None:
-        _add(Rule(*_code_and_page(function), group, severity, suggestion=suggestion))
+        _add(function, group, severity, suggestion=suggestion)
 
     return register
 
 
-def _code_and_page(function: Callable[..., object]) -> tuple[str, str]:
-    return function.__name__.replace("_", "-"), inspect.cleandoc(function.__doc__ or "")
-
-
-def _add(new: Rule) -> None:
-    assert new.code not in RULES, f"two rules are called {new.code}"
-    assert new.page, f"the rule {new.code} has no page"
-    RULES[new.code] = new
+def _add(function: Callable[..., object], group: Group, severity: Severity, **more: Any) -> None:
+    code, page = function.__name__.replace("_", "-"), inspect.cleandoc(function.__doc__ or "")
+    assert code not in RULES, f"two rules are called {code}"
+    assert page, f"the rule {code} has no page"
+    RULES[code] = Rule(code, page, group, severity, **more)
 
 
 def violations(context: Context) -> Iterator[tuple[Rule, Violation]]:
@@ -240,9 +224,9 @@ def violations(context: Context) -> Iterator[tuple[Rule, Violation]]:
 
     Rules on the learner's machine look at each island, with its own machine and part of a step.
     """
-    islands = _islands(context)
+    islands, kind = _islands(context), "grpo" if context.spec.supervised is None else "supervised"
     for one in RULES.values():
-        if one.check is None or not one.is_about(context.spec):
+        if one.check is None or one.runs not in ("all", kind):
             continue
         found = _by_island(one.check, islands) if one.group in _MACHINE else one.check(context)
         for violation in found:
@@ -293,3 +277,12 @@ def _of_member(violation: Violation, member: IslandMember) -> Violation:
 def divisors(number: int, limit: int) -> list[int]:
     """Return the divisors of `number` up to `limit` and `MAX_DIVISOR`, 1 first, for suggestions."""
     return [n for n in range(1, min(number, limit, MAX_DIVISOR) + 1) if number % n == 0]
+
+
+def all_hardware(spec: RunSpec) -> Iterator[tuple[str, Hardware]]:
+    """Yield the hardware of learner, pools and validators, with its place in the spec."""
+    yield "learner.hardware", spec.learner.hardware
+    for pool in spec.samplers:
+        yield f"samplers.{pool.name}.hardware", pool.hardware
+    if spec.verify.hardware is not None:
+        yield "verify.hardware", spec.verify.hardware

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from runspec.core.spec.findings import Comment, Edit, Finding, Place, replacing
+from runspec.core.spec.findings import Comment, Edit, Finding, replacing
 from runspec.core.spec.schema_fields import close_match
 from runspec.lint.registry import RULES
 
@@ -76,7 +76,11 @@ def read_suppressions(comments: Iterable[Comment]) -> tuple[list[Suppression], l
         for code in codes:
             if code[0] not in RULES:
                 place = replace(comment.place, column=offset + code.start(), width=len(code[0]))
-                findings.append(_unknown(code[0], place))
+                close = close_match(code[0], RULES)
+                hint = f"did you mean {close}?" if close else "`runspec explain --list` lists them"
+                fix = replacing(place, close) if close else None
+                message = f"no rule {code[0][:80]!r}"
+                findings.append(Finding(place, UNKNOWN, message, suggestion=hint, fix=fix))
         known = tuple(dict.fromkeys(code[0] for code in codes if code[0] in RULES))
         reason = (match[2] or "").strip()
         if not reason:
@@ -85,13 +89,6 @@ def read_suppressions(comments: Iterable[Comment]) -> tuple[list[Suppression], l
         elif known:
             suppressions.append(Suppression(comment, known, reason))
     return suppressions, findings
-
-
-def _unknown(code: str, place: Place) -> Finding:
-    match = close_match(code, RULES)
-    hint = f"did you mean {match}?" if match else "`runspec explain --list` lists them"
-    fix = replacing(place, match) if match else None
-    return Finding(place, UNKNOWN, f"no rule {code[:80]!r}", suggestion=hint, fix=fix)
 
 
 def apply_suppressions(suppressions: Sequence[Suppression], findings: Iterable[Finding]) -> Applied:

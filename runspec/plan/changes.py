@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from runspec.core.canonical import digest_bytes
@@ -25,6 +25,8 @@ _ONLY_RAISED = {
     "groups_per_submission": "leases of more may be out",
 }
 """Fields of class restart that are newrun if they are lowered: the reason by key."""
+_NOTHING: tuple[Any, ...] = (None, {}, [])
+"""Empty values, which equal no value."""
 _LONGEST_SHOWN = 500
 
 Readers = Literal["coordinator", "publisher", "validators", "samplers"]
@@ -86,21 +88,34 @@ def difference(old: RunSpec | None, new: RunSpec) -> list[Change]:
         old: spec of the run; None for a new run: every value is added.
         new: the requested spec.
     """
-    before = _flat(old) if old is not None else {}
-    after = _flat(new)
+    before, after = (
+        {} if spec is None else dict(_leaves(spec.model_dump(mode="json", by_alias=True), ""))
+        for spec in (old, new)
+    )
     changes: list[Change] = []
     for path in [*after, *(path for path in before if path not in after)]:
-        then, now = before.get(path), after.get(path)
+        then: Any = before.get(path)
+        now: Any = after.get(path)
         if isinstance(then, tuple) or isinstance(now, tuple):
-            changes += _reordered(path, then or (), now or ())
-        elif path not in before and not _is_nothing(now):
+            # The order of those items of a named list that are in both.
+            then, now = then or (), now or ()
+            then, now = [n for n in then if n in now], [n for n in now if n in then]
+            if then != now:
+                effect: ChangeClass = "newrun" if path in _ORDER_IS_LEARNT else "restart"
+                changes.append(Change(path, then, now, "change", effect, "another order"))
+        elif path not in before and now not in _NOTHING:
             changes.append(Change(path, None, now, "add", _class(path)))
-        elif path not in after and not _is_nothing(then):
+        elif path not in after and then not in _NOTHING:
             changes.append(Change(path, then, None, "remove", _class(path)))
         elif path in before and path in after and then != now:
-            changes.append(_changed(path, then, now))
-    if new.supervised is not None:
-        changes = [_of_documents(change) for change in changes]
+            change_class, reason = _class(path), _ONLY_RAISED.get(path.rpartition(".")[2])
+            if change_class == "restart" and reason and now < then:
+                change_class, reason = "newrun", f"{reason}: it may only be raised"
+            elif new.supervised is not None and path == "learner.packing.tokens":
+                change_class, reason = "newrun", "rows of documents have this length"
+            else:
+                reason = None
+            changes.append(Change(path, then, now, "change", change_class, reason or ""))
     return changes
 
 
@@ -114,42 +129,10 @@ def of_class(changes: Sequence[Change], change_class: ChangeClass) -> list[Chang
     return [change for change in changes if change.change_class == change_class]
 
 
-def _changed(path: str, before: Any, after: Any) -> Change:
-    change_class, reason = _class(path), _ONLY_RAISED.get(path.rpartition(".")[2])
-    if change_class == "restart" and reason and after < before:
-        return Change(path, before, after, "change", "newrun", f"{reason}: it may only be raised")
-    return Change(path, before, after, "change", change_class)
-
-
-def _of_documents(change: Change) -> Change:
-    """Return a change to a run that trains on documents: its rows are numbered by their length."""
-    if change.path != "learner.packing.tokens":
-        return change
-    return replace(change, change_class="newrun", reason="rows of documents have this length")
-
-
 def _class(path: str) -> ChangeClass:
     field = field_at(path)
     assert field is not None, f"{path} of a resolved spec is in the schema"
     return field.change
-
-
-def _reordered(path: str, before: tuple[str, ...], after: tuple[str, ...]) -> Iterator[Change]:
-    """Compare the order of a named list's items, among those that are in both."""
-    then = [name for name in before if name in after]
-    now = [name for name in after if name in before]
-    if then != now:
-        learnt = path in _ORDER_IS_LEARNT
-        yield Change(path, then, now, "change", "newrun" if learnt else "restart", "another order")
-
-
-def _is_nothing(value: Any) -> bool:
-    """Return whether a value is empty, which equals no value."""
-    return value in (None, {}, [])
-
-
-def _flat(spec: RunSpec) -> dict[str, Any]:
-    return dict(_leaves(spec.model_dump(mode="json", by_alias=True), ""))
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -168,9 +151,8 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def roles_to_restart(changes: Sequence[Change]) -> tuple[Readers, ...]:
     """Return the roles that a set of changes restarts one by one, in order."""
-    readers = {reader for change in of_class(changes, "rolling") for reader in _readers(change)}
+    readers: set[Readers] = set()
+    for change in of_class(changes, "rolling"):
+        at = next(path for path in READERS if f"{change.path}.".startswith(f"{path}."))
+        readers.update(READERS[at])
     return tuple(reader for reader in ORDER if reader in readers)
-
-
-def _readers(change: Change) -> tuple[Readers, ...]:
-    return next(READERS[p] for p in READERS if f"{change.path}.".startswith(f"{p}."))

@@ -9,7 +9,6 @@ write the file can make another plan.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -108,29 +107,24 @@ def read_plan(path: Path) -> SavedPlan | None:
         return None
     try:
         content = parse_object(data, max_bytes=MAX_BYTES)
-        return _parse(content, str(path))
+        made_by, ours = content.get("runspec"), version(entry_points.NAME)
+        if made_by != ours:
+            raise ValueError(f"made by runspec {str(made_by)[:40]!r}, this is {ours!r}")
+        said = _Document.model_validate(content)
+        signed = {name: value for name, value in content.items() if name != "digest"}
+        if digest_bytes(canonical_json(signed)) != said.digest:
+            raise ValueError("its content was edited: the digest is another")
+        spec = parse_resolved(canonical_json(said.spec), place=str(path))
+        if (said.run, said.spec_digest) != (spec.name, spec_digest(spec)):
+            raise ValueError("what it says of its spec does not fit the spec")
     except (ValueError, UserError) as error:
-        said = error.thing if isinstance(error, UserError) else str(error)
+        reason = error.thing if isinstance(error, UserError) else str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            reason = f"{first['loc'][0]}: {first['msg']}"
         raise BadPlan(
-            f"not a plan that can be applied: {said}",
+            f"not a plan that can be applied: {reason}",
             place=str(path),
             remedy="make a new one with `runspec plan -o`",
         ) from error
-
-
-def _parse(content: Mapping[str, Any], place: str) -> SavedPlan:
-    made_by, ours = content.get("runspec"), version(entry_points.NAME)
-    if made_by != ours:
-        raise ValueError(f"made by runspec {str(made_by)[:40]!r}, this is {ours!r}")
-    try:
-        said = _Document.model_validate(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{first['loc'][0]}: {first['msg']}") from error
-    signed = {name: value for name, value in content.items() if name != "digest"}
-    if digest_bytes(canonical_json(signed)) != said.digest:
-        raise ValueError("its content was edited: the digest is another")
-    spec = parse_resolved(canonical_json(said.spec), place=place)
-    if (said.run, said.spec_digest) != (spec.name, spec_digest(spec)):
-        raise ValueError("what it says of its spec does not fit the spec")
     return SavedPlan(spec, Seen(said.serial, said.state_digest), said.created)

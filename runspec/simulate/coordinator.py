@@ -11,20 +11,7 @@ from itertools import chain
 
 from runspec.simulate.fleet import Content
 from runspec.simulate.model import Clock, Interval, Lengths, Model
-from verify.coordinator.machine import filling
-from verify.coordinator.machine.events import (
-    CoordinatorStarted,
-    Event,
-    LeaseExpired,
-    LeaseGranted,
-    LeaseOverdue,
-    LeaseReleased,
-    NonceDrawn,
-    StepClosed,
-    SubmissionReceived,
-    VersionPublished,
-    WorkerRegistered,
-)
+from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.stalls import Stalled
 from verify.coordinator.machine.state import LeaseRecord, Policy, State
 from verify.coordinator.machine.transitions import recorded
@@ -46,7 +33,7 @@ class Coordinator:
         policy: Policy,
         backlog: int,
         model: Model,
-        observe: Callable[[State, Event], None],
+        observe: Callable[[State, events.Event], None],
     ) -> None:
         self.state, self.clock = State(policy), Clock()
         self.stalled: Stalled | None = None
@@ -63,9 +50,9 @@ class Coordinator:
         """Step and numbers of the groups of each lease."""
         self._leased: dict[int, int] = {}
         """Leased groups of each step."""
-        self.record(CoordinatorStarted(self.clock.now))
+        self.record(events.CoordinatorStarted(self.clock.now))
 
-    def record(self, event: Event) -> None:
+    def record(self, event: events.Event) -> None:
         """Apply an event and its consequences."""
         before = self.state
         self.state, events = recorded(before, event)
@@ -76,11 +63,11 @@ class Coordinator:
     def register(self, key: str, pool: str, *, known: bool) -> None:
         """Register a key as a worker."""
         if key not in self.state.workers:
-            self.record(WorkerRegistered(self.clock.now, key, pool, own=known))
+            self.record(events.WorkerRegistered(self.clock.now, key, pool, own=known))
 
     def publish(self, version: int) -> None:
         """Record a published version."""
-        self.record(VersionPublished(self.clock.now, version, f"version {version}"))
+        self.record(events.VersionPublished(self.clock.now, version, f"version {version}"))
 
     def lease(self, key: str, holding: Collection[str]) -> LeaseRecord | None:
         """Return a lease for a worker, as `leasing.Leasing` does; None if there is no work."""
@@ -95,27 +82,31 @@ class Coordinator:
                 case _ if self.full:
                     return None
                 case filling.NonceNeeded(step):
-                    self.record(NonceDrawn(now, step, self._name("nonce"), len(state.workers)))
-                case LeaseOverdue():
+                    self.record(
+                        events.NonceDrawn(now, step, self._name("nonce"), len(state.workers))
+                    )
+                case events.LeaseOverdue():
                     self.record(decision)
                 case Lease(step=step, groups=groups):
                     digest, first = self._name("lease"), self._leased.get(step, 0)
                     self._leased[step] = first + groups
                     self._groups[digest] = step, range(first, first + groups)
-                    self.record(LeaseGranted(now, decision, digest, ""))
+                    self.record(events.LeaseGranted(now, decision, digest, ""))
 
     def release(self, digest: str) -> None:
         """Release an open lease."""
         record = self.state.leases.get(digest)
         if record is not None and record.status == "open":
-            self.record(LeaseReleased(self.clock.now, digest))
+            self.record(events.LeaseReleased(self.clock.now, digest))
 
     def submit(self, digest: str, content: Content) -> None:
         """Record the answer to a lease; refuse it after the lease's end."""
         record, now = self.state.leases.get(digest), self.clock.now
         if record is not None and record.status == "open" and record.expires > now:
             self.contents[digest] = content
-            self.record(SubmissionReceived(now, digest, digest.replace("lease", "answer"), 1))
+            self.record(
+                events.SubmissionReceived(now, digest, digest.replace("lease", "answer"), 1)
+            )
 
     def ask(self, key: str) -> None:
         """Add a worker to those that wait for a lease."""
@@ -137,12 +128,12 @@ class Coordinator:
         """Expire leases and close steps, as `closing.Closing` does; set `stalled` in a stall."""
         now = self.clock.now
         for record in filling.expired_leases(self.state, now):
-            self.record(LeaseExpired(now, record.digest))
+            self.record(events.LeaseExpired(now, record.digest))
         while decision := filling.decide_close(self.state, now):
             if isinstance(decision, Stalled):
                 self.stalled = decision
                 return
-            self.record(StepClosed(now, decision.step, decision.groups, ""))
+            self.record(events.StepClosed(now, decision.step, decision.groups, ""))
 
     @property
     def full(self) -> bool:

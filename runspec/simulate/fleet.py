@@ -14,7 +14,7 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate import assumed
-from runspec.estimate.broadcast import VersionSize, broadcast_times
+from runspec.estimate.broadcast import VersionSize, arrivals
 from runspec.estimate.speed import decode_speed
 from runspec.simulate.model import Lengths
 from runspec.simulate.population import Group, StrategyBlock, Swarm
@@ -129,7 +129,7 @@ def members(
         UserError: a pool or hardware is unknown.
     """
     pools = {pool.name: pool for pool in spec.samplers}
-    arrivals = broadcast_times(spec, size.follower)
+    arrival_s = {node.name: node.seconds for node in arrivals(spec, size.follower)}
     rebuild_s = size.whole / assumed.REBUILD_BYTES_S if size.follower < size.whole else 0.0
     load_s, found = size.whole / assumed.LOAD_BYTES_S, []
     for group in swarm.workers:
@@ -142,7 +142,7 @@ def members(
         alike: list[Strategy] = []
         for index in range(group.count):
             key = f"{group.name}-{index}"
-            link_s = arrivals.get(f"{name}-{index % max(pools[name].replicas, 1)}", 0.0)
+            link_s = arrival_s.get(f"{name}-{index % max(pools[name].replicas, 1)}", 0.0)
             if group.download is not None:
                 link_s = 8 * size.follower / group.download
             fetch_s = link_s + rebuild_s

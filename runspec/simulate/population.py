@@ -9,16 +9,7 @@ from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from runspec.core.errors import BadUsage
-from runspec.core.spec.fields import (
-    Block,
-    Count,
-    Duration,
-    Name,
-    Positive,
-    ProcessesOrNone,
-    Rate,
-    Share,
-)
+from runspec.core.spec import fields
 from runspec.core.spec.findings import Finding, format_finding
 from runspec.core.spec.schema import Hardware
 from runspec.core.spec.schema_fields import close_match
@@ -40,88 +31,88 @@ StrategyKind = Literal[
 Misdeed = Literal["withhold", "rubbish", "wrong", "refuse"]
 
 
-class StrategyBlock(Block):
+class StrategyBlock(fields.Block):
     """How the workers of a group answer a lease (`runspec.simulate.fleet.Strategy`)."""
 
     kind: StrategyKind = "honest"
     misdeed: Misdeed = "withhold"
     """How `alternate`, `sleeper`, `collude` and `late` answer where they are not honest."""
-    honest: Count = 1
+    honest: fields.Count = 1
     """`alternate`: leases of every `of` that are answered honestly."""
-    of: Count = 4
+    of: fields.Count = 4
     """`alternate`: leases of a round."""
-    record: Count = 1
+    record: fields.Count = 1
     """`sleeper`, `collude`, `late`: accepted submissions of a member before its first misdeed."""
-    margin: Duration = 1.0
+    margin: fields.Duration = 1.0
     """`delay`: time before the end of a lease at which it is answered."""
-    after: Duration | None = None
+    after: fields.Duration | None = None
     """`delay`: time from a lease to its answer, in place of `margin`. `late`: time from a published
     version until it asks for a lease."""
-    think: Duration = 0.05
+    think: fields.Duration = 0.05
     """Time until a lease is refused, or answered with rubbish."""
 
 
-class Absence(Block):
+class Absence(fields.Block):
     """A time in which a share of a group is away, again and again: a night."""
 
-    begins: Duration
-    lasts: Duration
-    every: Duration = 86400.0
-    share: Share = 1.0
+    begins: fields.Duration
+    lasts: fields.Duration
+    every: fields.Duration = 86400.0
+    share: fields.Share = 1.0
     """Share of the group; who it is, is drawn each time."""
 
 
-class Group(Block):
+class Group(fields.Block):
     """Workers of one kind."""
 
-    name: Name
-    count: ProcessesOrNone
-    pool: Name | None = None
+    name: fields.Name
+    count: fields.ProcessesOrNone
+    pool: fields.Name | None = None
     """The pool of the spec; null: the first."""
     hardware: Hardware | None = None
     """Devices of one worker, which has the pool's model: `runspec plan` says how fast they are.
     Null: the pool's."""
-    tokens_per_s: Positive | None = None
+    tokens_per_s: fields.Positive | None = None
     """Measured speed of one worker, in place of the roofline."""
-    speed: Positive = 1.0
+    speed: fields.Positive = 1.0
     """Speed over that which pool or hardware give."""
-    download: Rate | None = None
+    download: fields.Rate | None = None
     """Link of one worker; null: the pool's links."""
     known: bool = False
     """Whether its keys are the run's own or invited."""
-    arrives: Duration | None = None
+    arrives: fields.Duration | None = None
     """When its workers register first; null: at the start."""
-    over: Duration | None = None
+    over: fields.Duration | None = None
     """Time over which they arrive, each at a moment that is drawn; null: all at once."""
-    stays: Duration | None = None
+    stays: fields.Duration | None = None
     """Mean time that a worker stays, drawn exponentially; null: to the end."""
-    away: Duration = 3600.0
+    away: fields.Duration = 3600.0
     """Mean time until it comes back."""
-    crashes: Share = 0.0
+    crashes: fields.Share = 0.0
     """Share of its departures that are crashes: leases are not given back."""
     absent: list[Absence] = []
     strategy: StrategyBlock = StrategyBlock()
 
 
-class ValidatorsBlock(Block):
+class ValidatorsBlock(fields.Block):
     """The validators."""
 
-    count: ProcessesOrNone | None = None
+    count: fields.ProcessesOrNone | None = None
     """Null: `verify.validators`."""
-    speed: Positive = 1.0
+    speed: fields.Positive = 1.0
     """Speed over that of the spec's."""
-    fails: Duration | None = None
+    fails: fields.Duration | None = None
     """Mean time until a validator's process ends, drawn exponentially; null: never."""
-    restarts: Duration = 60.0
+    restarts: fields.Duration = 60.0
     """Time until it works again."""
 
 
-class Swarm(Block):
+class Swarm(fields.Block):
     """A swarm file."""
 
     workers: Annotated[list[Group], Field(min_length=1)]
     validators: ValidatorsBlock = ValidatorsBlock()
-    request: Duration | None = None
+    request: fields.Duration | None = None
     """Time of one request to the coordinator; null: none."""
 
 
@@ -162,7 +153,14 @@ def _finding(root: MapNode, error: ErrorDetails) -> Finding:
         return schema_finding(root, error)
     *where, key = error["loc"]
     place, path, node, _ = locate(root, tuple(where))
-    blocks: list[type[Block]] = [Swarm, Group, StrategyBlock, Absence, ValidatorsBlock, Hardware]
+    blocks: list[type[fields.Block]] = [
+        Swarm,
+        Group,
+        StrategyBlock,
+        Absence,
+        ValidatorsBlock,
+        Hardware,
+    ]
     known = sorted({name for block in blocks for name in block.model_fields})
     match = close_match(str(key), known)
     if isinstance(node, MapNode) and key in node.entries:

@@ -22,13 +22,7 @@ from runspec.simulate.population import Swarm, ValidatorsBlock
 from runspec.simulate.result import Record, Result
 from runspec.simulate.validators import Validators
 from runspec.simulate.workers import Worker
-from verify.coordinator.machine import filling
-from verify.coordinator.machine.events import (
-    Event,
-    StepClosed,
-    SubmissionJudged,
-    SubmissionReceived,
-)
+from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.state import Policy, State
 
 _RETRIES = 60
@@ -114,15 +108,15 @@ class Simulation:
 
     # Reactions to events.
 
-    def _observe(self, before: State, event: Event) -> None:
+    def _observe(self, before: State, event: events.Event) -> None:
         self._record.take(before, event)
         match event:
-            case SubmissionReceived(lease=digest):
+            case events.SubmissionReceived(lease=digest):
                 self._validators.received(digest)
-            case SubmissionJudged(lease=digest, accepted=accepted):
+            case events.SubmissionJudged(lease=digest, accepted=accepted):
                 worker = before.leases[digest].lease.worker
                 self._workers[worker].member.strategy.judged(accepted)
-            case StepClosed(step=step, trained=trained):
+            case events.StepClosed(step=step, trained=trained):
                 self._to_train.append((step, len(trained)))
                 self._clock.after(self._request_s, self._train)
             case _:

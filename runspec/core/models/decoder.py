@@ -8,14 +8,10 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import SIZES, ModelConfig, check_sizes, parse_rope, rope_fields
 from runspec.core.models.family import Family, Row, layer_rows, parse_config
 
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
-    "qwen3": {
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
 }
@@ -62,7 +58,14 @@ def read_shape(config: dict[str, Any], place: str) -> ModelConfig:
             or invalid.
     """
     family = config["model_type"]
-    _refuse_unknown(config, family, place)
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise UserError(f"hidden_act {activation!r} is not supported", place=place)
+    # What transformers or vLLM compute and this model does not.
+    refused = ["mlp_bias", "dual_chunk_attention_config", "quantization_config"]
+    if family == "mistral":
+        refused.append("attention_bias")  # transformers ignores it, vLLM does not
+    if name := next((name for name in refused if config.get(name)), None):
+        raise UserError(f"{name} is not supported", place=place)
     fields = {**_DEFAULTS[family], **config}
     biased = family in ("llama", "qwen3") and bool(config.get("attention_bias"))
     try:
@@ -90,18 +93,6 @@ def read_shape(config: dict[str, Any], place: str) -> ModelConfig:
         raise UserError(f"a field is not a number: {error}", place=place) from error
     check_sizes(parsed, place)
     return parsed
-
-
-def _refuse_unknown(config: dict[str, Any], family: str, place: str) -> None:
-    """Refuse features that transformers or vLLM compute and this model does not."""
-    if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise UserError(f"hidden_act {activation!r} is not supported", place=place)
-    refused = ["mlp_bias", "dual_chunk_attention_config", "quantization_config"]
-    if family == "mistral":
-        refused.append("attention_bias")  # transformers ignores it, vLLM does not
-    for name in refused:
-        if config.get(name):
-            raise UserError(f"{name} is not supported", place=place)
 
 
 def _sliding_window(fields: dict[str, Any], family: str, place: str) -> int | None:

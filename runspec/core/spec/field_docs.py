@@ -19,9 +19,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import TypeAdapter
 
-from runspec.core.spec.fields import CHANGE_CLASSES, DURATION, RATE, SIZE
+from runspec.core.spec.fields import CHANGE_CLASSES, DURATION, RATE, SIZE, Block
 from runspec.core.spec.layers import KIND
-from runspec.core.spec.schema import Block, RunSpec
+from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.schema_fields import (
     SchemaField,
     block_in,
@@ -137,31 +137,22 @@ def _words(schema: dict[str, Any]) -> str:
         return " or ".join(f"`{value}`" for value in schema["enum"])
     kind = schema.get("type", "")
     if kind == "string":
-        return _text_words(schema)
+        pattern = schema.get("pattern")
+        if quantity := _QUANTITIES.get(pattern or ""):
+            return f"{quantity.kind}, like {quantity.examples}"
+        return f"text that matches `{pattern}`" if pattern else "text"
     if kind == "array":
-        return _list_words(schema)
+        if items := schema.get("prefixItems"):
+            return f"list of {len(items)}: each a {_words(items[0])}"
+        inner = schema.get("items", {})
+        least = ", not empty" if schema.get("minItems") else ""
+        if inner.get("type") == "string" and "pattern" not in inner and "enum" not in inner:
+            return f"list of text{least}"
+        return f"list, each a {_words(inner)}{least}"
     if kind == "object":
         inner = schema.get("additionalProperties")
         return f"map to {_words(inner)}" if isinstance(inner, dict) else "map"
     return _NAMES.get(kind, kind) + _range_words(schema)
-
-
-def _text_words(schema: dict[str, Any]) -> str:
-    pattern = schema.get("pattern")
-    if quantity := _QUANTITIES.get(pattern or ""):
-        return f"{quantity.kind}, like {quantity.examples}"
-    return f"text that matches `{pattern}`" if pattern else "text"
-
-
-def _list_words(schema: dict[str, Any]) -> str:
-    if "prefixItems" in schema:
-        items = schema["prefixItems"]
-        return f"list of {len(items)}: each a {_words(items[0])}"
-    inner = schema.get("items", {})
-    least = ", not empty" if schema.get("minItems") else ""
-    if inner.get("type") == "string" and "pattern" not in inner and "enum" not in inner:
-        return f"list of text{least}"
-    return f"list, each a {_words(inner)}{least}"
 
 
 def _range_words(schema: dict[str, Any]) -> str:
@@ -173,8 +164,7 @@ def _range_words(schema: dict[str, Any]) -> str:
     if least is not None and most is not None:
         limits = {f"{_shown(least)} to": most}
     limits |= {"above": above, "below": below}
-    given = {words: limit for words, limit in limits.items() if limit is not None}
-    return "".join(f", {words} {_shown(limit)}" for words, limit in given.items())
+    return "".join(f", {words} {_shown(n)}" for words, n in limits.items() if n is not None)
 
 
 def _shown(bound: float) -> str:
@@ -188,6 +178,7 @@ DRAFTS: dict[Draft, str] = {
 }
 """URL of each draft's own schema."""
 
+_TEXT = {"type": "string"}
 _VARIABLE = {"$ref": "#/$defs/variable"}
 _DEFS = {
     "variable": {
@@ -199,7 +190,7 @@ _DEFS = {
 _EXTENDS = {
     "description": "Files that this one goes over, lowest first, relative to it.",
     "type": "array",
-    "items": {"type": "string"},
+    "items": _TEXT,
 }
 
 
@@ -227,40 +218,30 @@ def json_schema(draft: Draft) -> dict[str, Any]:
 
 def _property(field: SchemaField) -> dict[str, Any]:
     """Return the schema of one key."""
-    said: dict[str, Any] = {"description": _description(field)}
+    unit = f"Unit: {field.unit}. " if field.unit else ""
+    change = f"A change is {field.change}: {CHANGE_CLASSES[field.change]}."
+    said: dict[str, Any] = {"description": f"{field_doc(field)} {unit}{change}"}
     if field.unit:
         said["x-unit"] = field.unit
     said |= {"x-change": field.change, "x-site": field.site}
     if block_in(field.annotation) is not None:
         return said | _map(field.path)
     if named_item(field.annotation) is not None:
-        return said | _named_list(f"{field.path}.<name>")
+        item = _map(path := f"{field.path}.<name>")
+        return said | {
+            "type": ["array", "object", "null"],
+            "items": item | {"type": "object", "required": ["name"]},
+            "propertyNames": value_schema(f"{path}.name"),
+            "additionalProperties": item,
+        }
     if field.default is not None:
         said["default"] = default_value(field)
-    branches = [*_branches(value_schema(field.path)), *_variable(field), {"type": "null"}]
-    return said | {"anyOf": branches}
-
-
-def _description(field: SchemaField) -> str:
-    parts = [field_doc(field)]
-    if field.unit:
-        parts.append(f"Unit: {field.unit}.")
-    parts.append(f"A change is {field.change}: {CHANGE_CLASSES[field.change]}.")
-    return " ".join(parts)
-
-
-def _branches(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    branches: list[dict[str, Any]] = schema.get("anyOf", [schema])
-    return [branch for branch in branches if branch.get("type") != "null"]
-
-
-def _variable(field: SchemaField) -> list[dict[str, Any]]:
-    """Return the branch for `${VAR}`: none for free text, which matches it, and for collections."""
-    branches = _branches(value_schema(field.path))
-    if any(branch.get("type") in ("array", "object") for branch in branches):
-        return []
-    free = any(branch.keys() == {"type"} and branch["type"] == "string" for branch in branches)
-    return [] if free else [_VARIABLE]
+    schema = value_schema(field.path)
+    branches = [each for each in schema.get("anyOf", [schema]) if each.get("type") != "null"]
+    # Free text matches a variable too, and a collection has none in its place.
+    if not any(each.get("type") in ("array", "object") or each == _TEXT for each in branches):
+        branches.append(_VARIABLE)
+    return said | {"anyOf": [*branches, {"type": "null"}]}
 
 
 def _map(path: str) -> dict[str, Any]:
@@ -269,17 +250,6 @@ def _map(path: str) -> dict[str, Any]:
         "type": ["object", "null"],
         "additionalProperties": False,
         "properties": {field.key: _property(field) for field in fields_in(path)},
-    }
-
-
-def _named_list(path: str) -> dict[str, Any]:
-    """Return the schema of a list of named maps, or of a map by name."""
-    item = _map(path)
-    return {
-        "type": ["array", "object", "null"],
-        "items": item | {"type": "object", "required": ["name"]},
-        "propertyNames": value_schema(f"{path}.name"),
-        "additionalProperties": item,
     }
 
 

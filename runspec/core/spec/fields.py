@@ -137,26 +137,17 @@ def _check_network(value: str) -> str:
     return value
 
 
-_network = AfterValidator(_check_network)
-
-
 def _written(quantity: Quantity) -> BeforeValidator:
     text = Annotated[str, Field(pattern=quantity.pattern)]
     return BeforeValidator(quantity.parse, json_schema_input_type=text)
 
 
-Duration = Annotated[
-    float,
-    _written(DURATION),
-    PlainSerializer(DURATION.format),
-    Unit("seconds, written with a unit"),
-]
-Size = Annotated[
-    float, _written(SIZE), PlainSerializer(SIZE.format), Unit("bytes, written with a unit")
-]
-Rate = Annotated[
-    float, _written(RATE), PlainSerializer(RATE.format), Unit("bits a second, written with a unit")
-]
+_TIME, _BYTES, _BITS_S = (
+    Unit(f"{unit}, written with a unit") for unit in ("seconds", "bytes", "bits a second")
+)
+Duration = Annotated[float, _written(DURATION), PlainSerializer(DURATION.format), _TIME]
+Size = Annotated[float, _written(SIZE), PlainSerializer(SIZE.format), _BYTES]
+Rate = Annotated[float, _written(RATE), PlainSerializer(RATE.format), _BITS_S]
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 NAME_WORDS = "1 to 63 characters of a-z, 0-9, - and _, of which the first is a letter or digit"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -165,7 +156,9 @@ StorageQuantity = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}(Mi|Gi|Ti)$")]
 DatabaseUrl = Annotated[
     str, Field(pattern=r"^postgresql://([^:@/]+@)?[^@]*/[^/@?]+(\?host=[^&]+)?$")
 ]
-AddressRange = Annotated[str, Field(pattern=r"^[0-9a-fA-F.:]+(/[0-9]{1,3})?$"), _network]
+AddressRange = Annotated[
+    str, Field(pattern=r"^[0-9a-fA-F.:]+(/[0-9]{1,3})?$"), AfterValidator(_check_network)
+]
 PublicKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Reached = Annotated[float, Field(ge=1e-6, le=1.0), Unit("of the peak")]

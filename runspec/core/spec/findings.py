@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,19 +92,9 @@ class Finding:
         return self.place.column
 
     @property
-    def source(self) -> str:
-        """Text of the line."""
-        return self.place.source
-
-    @property
-    def width(self) -> int:
-        """Characters that it is about, from `column` on; 0 if not known."""
-        return self.place.width
-
-    @property
     def line_text(self) -> str:
-        """`source` for programs; empty if it is too long to repeat."""
-        return self.source if len(self.source) <= MAX_SOURCE else ""
+        """Text of the line for programs; empty if it is too long to repeat."""
+        return self.place.source if len(self.place.source) <= MAX_SOURCE else ""
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}:{self.column}"
@@ -121,7 +112,7 @@ def replacing(place: Place, text: str) -> Edit | None:
 
 def format_finding(finding: Finding) -> str:
     """Return the finding as text: message, line with carets, measured and required values."""
-    shown = [excerpt(finding)] if finding.source.strip() else []
+    shown = [excerpt(finding)] if finding.place.source.strip() else []
     return "\n".join([str(finding), *shown, *(f"   {line}" for line in measured(finding))])
 
 
@@ -154,13 +145,13 @@ def from_here(file: str) -> Path:
 def excerpt(finding: Finding) -> str:
     """Return the line that a finding is about, with carets below; a long line is cut."""
     at = finding.column - 1
-    cut = max(0, at - MAX_SHOWN // 2) if len(finding.source) > MAX_SHOWN else 0
-    shown = finding.source[cut : cut + MAX_SHOWN]
+    cut = max(0, at - MAX_SHOWN // 2) if len(finding.place.source) > MAX_SHOWN else 0
+    shown = finding.place.source[cut : cut + MAX_SHOWN]
     # Tabs stay tabs under tabs, so that the caret meets its column on any terminal.
     before = "".join("\t" if c == "\t" else " " for c in shown[: at - cut])
     number = str(finding.line)
     margin = " " * len(number)
-    carets = "^" * max(1, min(finding.width, len(shown) - len(before)))
+    carets = "^" * max(1, min(finding.place.width, len(shown) - len(before)))
     return f" {number} | {shown}\n {margin} | {before}{carets}"
 
 
@@ -192,38 +183,27 @@ def find_comments(
         scalars: spans of scalars with a `#`, which begins no comment there.
         extents: last line of a value by its first line, if it spans lines; both count from 1.
     """
+    stripped = [line.strip() for line in lines]
+    content = [n for n, text in enumerate(stripped, start=1) if text not in ("", "---")]
+    content = [n for n in content if stripped[n - 1][0] != "#"]
     found = []
     for number, line in enumerate(lines):
-        for match in MARKER.finditer(line):
-            at = match.start()
-            if at and line[at - 1] not in " \t":
-                continue
-            if any(start <= (number, at) < end for start, end in scalars):
-                continue
-            found.append(_comment(lines, file, number, at, extents))
-            break  # the rest of the line belongs to it
+        starts = [
+            match.start()
+            for match in MARKER.finditer(line)
+            if line[: match.start()][-1:] in ("", " ", "\t")
+            and not any(start <= (number, match.start()) < end for start, end in scalars)
+        ]
+        if not starts:
+            continue
+        at, first = starts[0], number + 1  # the rest of the line belongs to it
+        text, alone = line[at:].rstrip(), not line[:at].strip()
+        place = Place(file, number + 1, at + 1, line, len(text))
+        if alone:
+            below = bisect_right(content, first)
+            first = content[below] if below < len(content) else len(lines) + 1
+        last = 0 if first > len(lines) else extents.get(first, first)
+        if alone and content[:1] == [first]:
+            first = 1
+        found.append(Comment(place, text, first, last, alone))
     return tuple(found)
-
-
-def _comment(
-    lines: Sequence[str], file: str, number: int, at: int, extents: Mapping[int, int]
-) -> Comment:
-    text = lines[number][at:].rstrip()
-    place = Place(file, number + 1, at + 1, lines[number], len(text))
-    alone = not lines[number][:at].strip()
-    first = number + 1
-    if alone:
-        first = _next_said(lines, first) or len(lines) + 1
-    last = 0 if first > len(lines) else extents.get(first, first)
-    if alone and _next_said(lines, 0) == first:
-        first = 1
-    return Comment(place, text, first, last, alone)
-
-
-def _next_said(lines: Sequence[str], after: int) -> int | None:
-    """Return the first line after line `after` with content; None if there is none."""
-    for number in range(after, len(lines)):
-        said = lines[number].strip()
-        if said and said[0] != "#" and said != "---":
-            return number + 1
-    return None

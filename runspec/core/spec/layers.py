@@ -15,65 +15,30 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
+from runspec.core.spec import yaml_nodes
 from runspec.core.spec.findings import SET_FILE, Comment, Finding, Place
 from runspec.core.spec.schema import VERSION
 from runspec.core.spec.schema_fields import block_in, close_match, named_item, schema_fields
-from runspec.core.spec.yaml_nodes import (
-    MAX_CHARACTERS,
-    Document,
-    Entry,
-    ListNode,
-    MapNode,
-    Node,
-    ScalarNode,
-    broken,
-    named_entries,
-    object_name,
-    parse_yaml,
-    text_at,
-    value_at,
-)
 
 MAX_FILES = 32
 _SUFFIXES = (".yaml", ".yml")
+ParsedFiles = dict[Path, tuple[str, yaml_nodes.Document]]
+"""Cache of files, text and document: each is parsed once, even if several specs extend it."""
 _OVERRIDE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-
-
-class ParsedFiles:
-    """Cache of parsed files: each is read once, even if several specs extend it."""
-
-    def __init__(self) -> None:
-        self._known: dict[Path, tuple[str, Document]] = {}
-
-    def read(self, path: Path) -> tuple[str, Document]:
-        """Return a file's text and its document.
-
-        Raises:
-            UserError: the file is missing, too large, or not UTF-8.
-        """
-        if path not in self._known:
-            text = read_text(path)
-            self._known[path] = text, parse_yaml(text, str(path))
-        return self._known[path]
 
 
 class LayerReader:
     """Reads the layers of one spec and collects findings."""
 
     def __init__(self, findings: list[Finding], parsed: ParsedFiles) -> None:
-        self._findings = findings
-        self._parsed = parsed
+        self._findings, self._parsed = findings, parsed
         self.texts: dict[str, str] = {}
         """Text of every file read, by the name that findings give it."""
         self.comments: dict[str, tuple[Comment, ...]] = {}
         """`# runspec:` comments by file."""
         self._read = 0
 
-    def spec(self, path: Path) -> list[MapNode]:
-        """Return the layers that a spec extends, and then its own."""
-        return self._file(path, (), self._parsed.read(path))
-
-    def profile(self, path: Path, name: str) -> list[MapNode]:
+    def profile(self, path: Path, name: str) -> list[yaml_nodes.MapNode]:
         """Return the layers of a profile beside the spec (`profile_path`)."""
         folder = (path.parent / "profiles").absolute()
         found = (p.stem.rpartition(".") for p in folder.glob("*.yaml"))
@@ -85,19 +50,9 @@ class LayerReader:
                 place=str(path),
                 remedy=f"did you mean {close}?" if close else "leave --profile out",
             )
-        file = profile_path(path, name)
-        return self._file(file, (), self._parsed.read(file))
+        return self.file(profile_path(path, name))
 
-    def placement(self, path: Path, recipe: MapNode) -> list[MapNode]:
-        """Return the layers of a file of kind Placement, without fields that a site may not set.
-
-        Args:
-            path: the file.
-            recipe: the merged layers below it.
-        """
-        return site_layers(self._file(path, (), self._parsed.read(path)), recipe, self._findings)
-
-    def override(self, text: str, number: int) -> list[MapNode]:
+    def override(self, text: str, number: int) -> list[yaml_nodes.MapNode]:
         """Return the layer of the `number`-th `--set path=value`; the value is YAML."""
         path, equals, value_text = text.partition("=")
         if not equals or not _OVERRIDE.fullmatch(path) or "\n" in text or "\r" in text:
@@ -109,73 +64,78 @@ class LayerReader:
         # Empty lines and blanks replace the path, so that findings have the right line and column.
         before = "\n" * (number - 1)
         value = before + " " * (len(path) + 1) + value_text
-        document = parse_yaml(value, SET_FILE, shown=before + text)
+        document = yaml_nodes.parse_yaml(value, SET_FILE, shown=before + text)
         self._findings += [replace(finding, path=path) for finding in document.findings]
         if document.findings:
             return []
         place = Place(SET_FILE, number, 1, text)
-        node = document.root or ScalarNode(None, replace(place, column=len(path) + 2), plain=True)
+        node = document.root or yaml_nodes.ScalarNode(
+            None, replace(place, column=len(path) + 2), plain=True
+        )
         for key in reversed(path.split(".")):
-            node = MapNode({key: Entry(place, node)}, place)
-        assert isinstance(node, MapNode)
+            node = yaml_nodes.MapNode({key: yaml_nodes.Entry(place, node)}, place)
+        assert isinstance(node, yaml_nodes.MapNode)
         return [node]
 
-    def _file(
-        self, path: Path, stack: tuple[Path, ...], read: tuple[str, Document]
-    ) -> list[MapNode]:
+    def file(self, path: Path, stack: tuple[Path, ...] = ()) -> list[yaml_nodes.MapNode]:
+        """Return the layers that a file extends, and then its own.
+
+        Args:
+            path: the file.
+            stack: the files that extend it, each the next one.
+
+        Raises:
+            UserError: the file itself is missing, too large, or not UTF-8.
+        """
+        if path not in self._parsed:
+            text = read_text(path)
+            self._parsed[path] = text, yaml_nodes.parse_yaml(text, str(path))
         self._read += 1
-        text, document = read
+        text, document = self._parsed[path]
         if str(path) not in self.texts:
             self._findings += document.findings
         self.texts[str(path)], self.comments[str(path)] = text, document.comments
         root = document.root
         if root is None and not document.findings:
-            self._findings.append(broken(Place(str(path), 1, 1), "an empty file"))
+            self._findings.append(yaml_nodes.broken(Place(str(path), 1, 1), "an empty file"))
         if root is None:
             return []
-        if not isinstance(root, MapNode):
-            self._findings.append(broken(root.place, "a spec is a map from keys to values"))
+        if not isinstance(root, yaml_nodes.MapNode):
+            message = "a spec is a map from keys to values"
+            self._findings.append(yaml_nodes.broken(root.place, message))
             return []
         entries = dict(root.entries)
         extends = entries.pop("extends", None)
-        layers: list[MapNode] = []
-        if extends is not None:
-            stack = (*stack, _real(path))
-            for item in self._extended(extends.value):
-                layers += self._extend(path, item, stack)
-        return [*layers, MapNode(entries, root.place)]
+        listed = extends.value if extends is not None else None
+        if listed is not None and not isinstance(listed, yaml_nodes.ListNode):
+            self._report(listed.place, "a list of files was expected")
+        layers: list[yaml_nodes.MapNode] = []
+        for item in listed.items if isinstance(listed, yaml_nodes.ListNode) else ():
+            layers += self._extended(path, item, (*stack, _real(path)))
+        return [*layers, yaml_nodes.MapNode(entries, root.place)]
 
-    def _extended(self, node: Node) -> list[ScalarNode]:
-        if not isinstance(node, ListNode):
-            self._report(node.place, "a list of files was expected")
+    def _extended(
+        self, path: Path, item: yaml_nodes.Node, stack: tuple[Path, ...]
+    ) -> list[yaml_nodes.MapNode]:
+        """Return the layers of one entry of `extends`; none, with a finding, if it is wrong."""
+        if not (isinstance(item, yaml_nodes.ScalarNode) and isinstance(item.value, str)):
+            self._report(item.place, "a file name was expected")
             return []
-        names = []
-        for item in node.items:
-            if isinstance(item, ScalarNode) and isinstance(item.value, str):
-                names.append(item)
-            else:
-                self._report(item.place, "a file name was expected")
-        return names
-
-    def _extend(self, path: Path, item: ScalarNode, stack: tuple[Path, ...]) -> list[MapNode]:
-        file = Path(os.path.normpath(path.parent / str(item.value)))
+        file = Path(os.path.normpath(path.parent / item.value))
         if _real(file) in stack:
-            chain = " -> ".join(p.name for p in (*stack, file))
-            self._report(item.place, f"a cycle: {chain}")
-            return []
-        if _real(file).suffix not in _SUFFIXES:
+            trouble = f"a cycle: {' -> '.join(p.name for p in (*stack, file))}"
+        elif _real(file).suffix not in _SUFFIXES:
             # Findings quote lines of the file, so it must be meant as a layer.
-            self._report(item.place, f"{str(item.value)[:80]!r} is no .yaml file")
-            return []
-        if self._read >= MAX_FILES:
-            self._report(item.place, f"more than {MAX_FILES} files in all")
-            return []
-        try:
-            read = self._parsed.read(file)
-        except UserError as error:
-            self._report(item.place, error.thing)
-            return []
-        return self._file(file, stack, read)
+            trouble = f"{item.value[:80]!r} is no .yaml file"
+        elif self._read >= MAX_FILES:
+            trouble = f"more than {MAX_FILES} files in all"
+        else:
+            try:
+                return self.file(file, stack)
+            except UserError as error:
+                trouble = error.thing
+        self._report(item.place, trouble)
+        return []
 
     def _report(self, place: Place, message: str) -> None:
         finding = Finding(place, "extends", message, path="extends", blocking=True)
@@ -205,7 +165,7 @@ def read_text(path: Path) -> str:
             there = path.exists()
             what = f"{str(path)!r} is no regular file" if there else f"no file {str(path)!r}"
             raise UserError(what, place=str(path), remedy=remedy)
-        return read_bounded(path, MAX_CHARACTERS).decode("utf-8-sig")
+        return read_bounded(path, yaml_nodes.MAX_CHARACTERS).decode("utf-8-sig")
     except OSError as error:
         raise UserError(
             f"cannot read {str(path)!r}: {error.strerror}", place=str(path), remedy=remedy
@@ -224,14 +184,14 @@ HEADER = ("version", "kind", "name")
 """Keys that describe the placement itself; `name` names the site."""
 
 
-def is_placement(layer: MapNode) -> bool:
+def is_placement(layer: yaml_nodes.MapNode) -> bool:
     """Return whether a file declares the kind Placement."""
-    return text_at(layer, "kind") == KIND
+    return yaml_nodes.text_at(layer, "kind") == KIND
 
 
 def site_layers(
-    layers: list[MapNode], recipe: MapNode | None, findings: list[Finding]
-) -> list[MapNode]:
+    layers: list[yaml_nodes.MapNode], recipe: yaml_nodes.MapNode | None, findings: list[Finding]
+) -> list[yaml_nodes.MapNode]:
     """Return the layers of a placement's file, without its header and without forbidden fields.
 
     Args:
@@ -245,11 +205,11 @@ def site_layers(
     if not is_placement(own):
         hint = "a spec goes first on the command line, and what it builds on under `extends`"
         wrong = ("kind", SCOPE, f"a file of kind {KIND} was expected", hint)
-    elif text_at(own, "version") != VERSION:
+    elif yaml_nodes.text_at(own, "version") != VERSION:
         wrong = ("version", "bad-value", f"version {VERSION} was expected", "")
     if wrong is not None:
         key, code, message, hint = wrong
-        place = (value_at(own, key) or own).place
+        place = (yaml_nodes.value_at(own, key) or own).place
         findings.append(Finding(place, code, message, path=key, suggestion=hint, blocking=True))
         return []
     return [
@@ -265,8 +225,12 @@ def site_layers(
 
 
 def _site_part(
-    node: MapNode, schema: str, shown: str, below: Node | None, findings: list[Finding]
-) -> MapNode:
+    node: yaml_nodes.MapNode,
+    schema: str,
+    shown: str,
+    below: yaml_nodes.Node | None,
+    findings: list[Finding],
+) -> yaml_nodes.MapNode:
     """Return a map without the keys that a site may not set.
 
     Args:
@@ -279,17 +243,17 @@ def _site_part(
     entries = {}
     for key, entry in node.entries.items():
         field, path = schema_fields().get(f"{schema}{key}"), f"{shown}{key}"
-        kept: Node | None = None
+        kept: yaml_nodes.Node | None = None
         if field is None or field.site or (key == "name" and schema.endswith("<name>.")):
             kept = entry.value  # unknown keys are found when layers merge
-        elif block_in(field.annotation) and isinstance(entry.value, MapNode):
-            there = value_at(below, key)
+        elif block_in(field.annotation) and isinstance(entry.value, yaml_nodes.MapNode):
+            there = yaml_nodes.value_at(below, key)
             kept = _site_part(entry.value, f"{field.path}.", f"{path}.", there, findings)
         elif named_item(field.annotation) and (
-            isinstance(entry.value, MapNode)
-            or (isinstance(entry.value, ListNode) and entry.value.items)
+            isinstance(entry.value, yaml_nodes.MapNode)
+            or (isinstance(entry.value, yaml_nodes.ListNode) and entry.value.items)
         ):
-            there = value_at(below, key)
+            there = yaml_nodes.value_at(below, key)
             kept = _site_items(entry.value, f"{field.path}.<name>.", path, there, findings)
         else:
             _refuse(entry.key_place, path, findings)
@@ -299,15 +263,23 @@ def _site_part(
 
 
 def _site_items(
-    node: Node, schema: str, shown: str, below: Node | None, findings: list[Finding]
-) -> Node | None:
+    node: yaml_nodes.Node,
+    schema: str,
+    shown: str,
+    below: yaml_nodes.Node | None,
+    findings: list[Finding],
+) -> yaml_nodes.Node | None:
     """Return a list of named maps, or a map by name, without what a site may not set.
 
     None for a list without items, which would delete the recipe's. Arguments as for `_site_part`.
     """
-    known = None if not isinstance(below, ListNode) else {object_name(i): i for i in below.items}
-    kept: dict[str, Node] = {}
-    for name, place, item in named_entries(node):
+    known = (
+        None
+        if not isinstance(below, yaml_nodes.ListNode)
+        else {yaml_nodes.object_name(i): i for i in below.items}
+    )
+    kept: dict[str, yaml_nodes.Node] = {}
+    for name, place, item in yaml_nodes.named_entries(node):
         path = f"{shown}.{name}" if name else shown
         if name and known is not None and name not in known:
             match = close_match(name, known)
@@ -316,16 +288,16 @@ def _site_items(
             findings.append(
                 Finding(place, SCOPE, message, path=path, suggestion=hint, blocking=True)
             )
-        elif name and isinstance(item, MapNode):
+        elif name and isinstance(item, yaml_nodes.MapNode):
             there = None if known is None else known[name]
             kept[name] = _site_part(item, schema, f"{path}.", there, findings)
         else:
             _refuse(place, path, findings)
-    if isinstance(node, MapNode):
+    if isinstance(node, yaml_nodes.MapNode):
         return replace(
             node, entries={n: replace(node.entries[n], value=item) for n, item in kept.items()}
         )
-    assert isinstance(node, ListNode)
+    assert isinstance(node, yaml_nodes.ListNode)
     return replace(node, items=tuple(kept.values())) if kept else None
 
 

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from runspec.core.canonical import canonical_json, digest_bytes, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import expand_user, read_bounded
+from runspec.core.spec import yaml_nodes
 from runspec.core.spec.findings import SET_FILE, Comment, Finding, Place, format_finding
 from runspec.core.spec.layers import (
     LayerReader,
@@ -35,16 +36,6 @@ from runspec.core.spec.lock_file import is_lock, parse_lock
 from runspec.core.spec.merge import NewName, judge_new_names, merge_layers
 from runspec.core.spec.schema import CalibrationProfile, RunSpec
 from runspec.core.spec.validate import locate, validate
-from runspec.core.spec.yaml_nodes import (
-    Entry,
-    ListNode,
-    MapNode,
-    Node,
-    ScalarNode,
-    object_name,
-    resolve_scalar,
-    value_at,
-)
 
 _MISSING = ("missing-key", "no-seed")
 VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::\?([^}]*))?\}")
@@ -71,7 +62,7 @@ class Layered:
 
     spec: RunSpec | None
     """None if the layers make no valid spec; the findings say why."""
-    tree: MapNode
+    tree: yaml_nodes.MapNode
     """Every value with the place that wrote it, variables filled in."""
     findings: Sequence[Finding] = ()
     """Findings of the files, the layers and the schema."""
@@ -135,8 +126,8 @@ def load_layers(
             `path=value`. Every other error is a finding.
     """
     findings: list[Finding] = []
-    reader = LayerReader(findings, parsed or ParsedFiles())
-    layers = reader.spec(files.path)
+    reader = LayerReader(findings, {} if parsed is None else parsed)
+    layers = reader.file(files.path)
     if layers and is_lock(layers[-1]):
         # A pattern such as `specs/*.yaml` matches locks too.
         parse_lock(layers[-1], findings)
@@ -146,7 +137,8 @@ def load_layers(
     if files.profile is not None:
         layers += reader.profile(files.path, files.profile)
     if files.placement is not None:
-        layers += reader.placement(files.placement, merge_layers(layers, []))
+        recipe = merge_layers(layers, [])
+        layers += site_layers(reader.file(files.placement), recipe, findings)
     for number, override in enumerate(files.overrides, start=1):
         layers += reader.override(override, number)
     layer_missing = any(finding.code in ("yaml", "extends") for finding in findings)
@@ -166,7 +158,7 @@ def load_layers(
 
 def _placement_alone(
     files: SpecFiles,
-    layers: list[MapNode],
+    layers: list[yaml_nodes.MapNode],
     reader: LayerReader,
     environ: Mapping[str, str] | None,
     findings: list[Finding],
@@ -186,7 +178,9 @@ def _placement_alone(
     return Layered(None, tree, found, reader.texts, reader.comments, "Placement")
 
 
-def interpolate(root: MapNode, environ: Mapping[str, str], findings: list[Finding]) -> MapNode:
+def interpolate(
+    root: yaml_nodes.MapNode, environ: Mapping[str, str], findings: list[Finding]
+) -> yaml_nodes.MapNode:
     """Fill in `${VAR}` and `${VAR:?message}` in the values of a merged tree.
 
     A plain scalar takes the type of the text that it became (`steps: ${STEPS}` is a number), a
@@ -196,16 +190,18 @@ def interpolate(root: MapNode, environ: Mapping[str, str], findings: list[Findin
     Variables that `secrets` names are reported and never filled in: a finding that quotes a value
     would show the secret.
     """
-    secrets = value_at(root, "secrets")
-    items = secrets.items if isinstance(secrets, ListNode) else ()
-    names = [value_at(value_at(item, "from"), "env") for item in items]
-    secret = frozenset(str(name.value) for name in names if isinstance(name, ScalarNode))
+    secrets = yaml_nodes.value_at(root, "secrets")
+    items = secrets.items if isinstance(secrets, yaml_nodes.ListNode) else ()
+    names = [yaml_nodes.value_at(yaml_nodes.value_at(item, "from"), "env") for item in items]
+    secret = frozenset(str(name.value) for name in names if isinstance(name, yaml_nodes.ScalarNode))
 
-    def report(node: Node, path: str, text: str, hint: str = "", code: str = "variable") -> None:
+    def report(
+        node: yaml_nodes.Node, path: str, text: str, hint: str = "", code: str = "variable"
+    ) -> None:
         finding = Finding(node.place, code, text, path=path, suggestion=hint, blocking=True)
         findings.append(finding)
 
-    def value_of(match: re.Match[str], node: Node, path: str) -> str:
+    def value_of(match: re.Match[str], node: yaml_nodes.Node, path: str) -> str:
         name, message = match[1], match[2]
         if name in secret:
             text = f"${{{name}}} is a secret: its value would land in the spec"
@@ -222,20 +218,20 @@ def interpolate(root: MapNode, environ: Mapping[str, str], findings: list[Findin
             report(node, path, f"variable {name} holds ${{ itself")
         return value
 
-    def filled(node: Node, path: str) -> Node:
-        if isinstance(node, MapNode):
+    def filled(node: yaml_nodes.Node, path: str) -> yaml_nodes.Node:
+        if isinstance(node, yaml_nodes.MapNode):
             dot = f"{path}." if path else ""
             entries = {
-                key: Entry(entry.key_place, filled(entry.value, f"{dot}{key}"))
+                key: yaml_nodes.Entry(entry.key_place, filled(entry.value, f"{dot}{key}"))
                 for key, entry in node.entries.items()
             }
             return replace(node, entries=entries)
-        if isinstance(node, ListNode):
+        if isinstance(node, yaml_nodes.ListNode):
             items = [
-                filled(item, f"{path}.{object_name(item) or index}")
+                filled(item, f"{path}.{yaml_nodes.object_name(item) or index}")
                 for index, item in enumerate(node.items)
             ]
-            return ListNode(tuple(items), node.place)
+            return yaml_nodes.ListNode(tuple(items), node.place)
         if not isinstance(node.value, str) or "${" not in node.value:
             return node
         before = len(findings)
@@ -243,14 +239,16 @@ def interpolate(root: MapNode, environ: Mapping[str, str], findings: list[Findin
             report(node, path, "a variable is written ${NAME} or ${NAME:?message}")
         text = VARIABLE.sub(lambda match: value_of(match, node, path), node.value)
         try:
-            value = resolve_scalar(text) if node.plain else text
+            value = yaml_nodes.resolve_scalar(text) if node.plain else text
         except ValueError as error:
             report(node, path, str(error))
         # The original text gives no second finding if text is the right type.
-        return node if len(findings) > before else ScalarNode(value, node.place, node.plain)
+        return (
+            node if len(findings) > before else yaml_nodes.ScalarNode(value, node.place, node.plain)
+        )
 
     tree = filled(root, "")
-    assert isinstance(tree, MapNode)
+    assert isinstance(tree, yaml_nodes.MapNode)
     return tree
 
 

@@ -13,8 +13,8 @@ from pydantic import Field, ValidationError
 from runspec.core.canonical import digest_bytes, digest_file
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
+from runspec.core.spec.fields import Block
 from runspec.core.spec.findings import Finding
-from runspec.core.spec.schema import Block
 from runspec.core.spec.validate import locate, to_python
 from runspec.core.spec.yaml_nodes import MAX_CHARACTERS, Node, parse_yaml, text_at
 from runspec.core.spec.yaml_text import to_yaml

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from runspec.core.spec import yaml_nodes
+from runspec.core.spec.fields import Block
 from runspec.core.spec.findings import Finding, Place, replacing
-from runspec.core.spec.schema import Block, RunSpec
+from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.schema_fields import (
     blocks_in,
     close_match,
@@ -21,17 +23,8 @@ from runspec.core.spec.schema_fields import (
     named_item,
     suggest_key,
 )
-from runspec.core.spec.yaml_nodes import (
-    Entry,
-    ListNode,
-    MapNode,
-    Node,
-    ScalarNode,
-    named_entries,
-    object_name,
-)
 
-EMPTY = MapNode({}, Place("", 1, 1))
+EMPTY = yaml_nodes.MapNode({}, Place("", 1, 1))
 _OBJECTS = {
     "data.sources": "source",
     "reward": "reward term",
@@ -46,8 +39,10 @@ _OBJECTS = {
 
 
 def merge_layers(
-    layers: list[MapNode], findings: list[Finding], new_names: list[NewName] | None = None
-) -> MapNode:
+    layers: list[yaml_nodes.MapNode],
+    findings: list[Finding],
+    new_names: list[NewName] | None = None,
+) -> yaml_nodes.MapNode:
     """Return all layers, the first lowest, as one tree with known keys only.
 
     Args:
@@ -67,20 +62,26 @@ class _Merger:
         self._findings = findings
         self._new_names = new_names
 
-    def value(self, base: Node | None, overlay: Node, annotation: Any, path: str) -> Node | None:
+    def value(
+        self, base: yaml_nodes.Node | None, overlay: yaml_nodes.Node, annotation: Any, path: str
+    ) -> yaml_nodes.Node | None:
         """Return `overlay` merged over `base`; None if it deletes."""
-        if isinstance(overlay, ScalarNode) and overlay.value is None:
+        if isinstance(overlay, yaml_nodes.ScalarNode) and overlay.value is None:
             return overlay if type(None) in get_args(annotation) else None
         if item := named_item(annotation):
             return self._named_list(base, overlay, item, path)
-        if isinstance(overlay, MapNode):
-            below = base if isinstance(base, MapNode) else EMPTY
+        if isinstance(overlay, yaml_nodes.MapNode):
+            below = base if isinstance(base, yaml_nodes.MapNode) else EMPTY
             return self.maps(below, overlay, blocks_in(annotation), path)
         return overlay
 
     def maps(
-        self, base: MapNode, overlay: MapNode, blocks: tuple[type[Block], ...], path: str
-    ) -> MapNode:
+        self,
+        base: yaml_nodes.MapNode,
+        overlay: yaml_nodes.MapNode,
+        blocks: tuple[type[Block], ...],
+        path: str,
+    ) -> yaml_nodes.MapNode:
         """Merge two maps; `blocks` are alternatives, none for maps whose keys are free."""
         entries, deleted = dict(base.entries), dict(base.deleted)
         known = keys_of(*blocks)
@@ -95,11 +96,16 @@ class _Merger:
                 entries.pop(key, None)
                 deleted[key] = entry.value.place
             else:
-                entries[key] = Entry(entry.key_place, merged)
-        return MapNode(entries, overlay.place, deleted=deleted)
+                entries[key] = yaml_nodes.Entry(entry.key_place, merged)
+        return yaml_nodes.MapNode(entries, overlay.place, deleted=deleted)
 
     def _unknown(
-        self, key: str, place: Place, overlay: MapNode, blocks: tuple[type[Block], ...], path: str
+        self,
+        key: str,
+        place: Place,
+        overlay: yaml_nodes.MapNode,
+        blocks: tuple[type[Block], ...],
+        path: str,
     ) -> None:
         match, fix = close_match(key, keys_of(*blocks)), None
         if match is not None and match not in overlay.entries:
@@ -111,47 +117,51 @@ class _Merger:
         )
 
     def _named_list(
-        self, base: Node | None, overlay: Node, block: type[Block], path: str
-    ) -> Node | None:
-        if not isinstance(overlay, MapNode) and not (
-            isinstance(overlay, ListNode) and overlay.items
+        self, base: yaml_nodes.Node | None, overlay: yaml_nodes.Node, block: type[Block], path: str
+    ) -> yaml_nodes.Node | None:
+        if not isinstance(overlay, yaml_nodes.MapNode) and not (
+            isinstance(overlay, yaml_nodes.ListNode) and overlay.items
         ):
             return overlay  # the empty list, or a value that validation refuses
-        below = base.items if isinstance(base, ListNode) else ()
-        items: dict[str | Place, Node] = {object_name(old) or old.place: old for old in below}
+        below = base.items if isinstance(base, yaml_nodes.ListNode) else ()
+        items: dict[str | Place, yaml_nodes.Node] = {
+            yaml_nodes.object_name(old) or old.place: old for old in below
+        }
         known = [name for name in items if isinstance(name, str)]
         seen: dict[str, Place] = {}
-        for name, place, item in named_entries(overlay):
+        for name, place, item in yaml_nodes.named_entries(overlay):
             key, inner = name or place, _join(path, name or "?")
             if name and name in seen:
                 message = f"the name {name!r} twice, first in line {seen[name].line}"
                 self._report(place, "duplicate-name", path, message)
                 continue
             seen[name] = place
-            if isinstance(overlay, MapNode):
-                if isinstance(item, ScalarNode) and item.value is None:
+            if isinstance(overlay, yaml_nodes.MapNode):
+                if isinstance(item, yaml_nodes.ScalarNode) and item.value is None:
                     if items.pop(name, None) is None:
-                        match = close_match(name, [object_name(each) for each in items.values()])
+                        match = close_match(
+                            name, [yaml_nodes.object_name(each) for each in items.values()]
+                        )
                         hint = f"did you mean {match}?" if match else ""
                         self._report(place, "unknown-name", path, f"no {name!r} to delete", hint)
                     continue
-                if not isinstance(item, MapNode):
+                if not isinstance(item, yaml_nodes.MapNode):
                     self._report(item.place, "wrong-type", inner, "a map or null was expected")
                     continue
-                if object_name(item) not in ("", name):
-                    message = f"is called {object_name(item)!r} inside"
+                if yaml_nodes.object_name(item) not in ("", name):
+                    message = f"is called {yaml_nodes.object_name(item)!r} inside"
                     self._report(item.place, "bad-value", inner, message)
-                named = Entry(place, ScalarNode(name, place, plain=False))
-                item = MapNode({**item.entries, "name": named}, item.place)
-            if isinstance(item, MapNode):
+                named = yaml_nodes.Entry(place, yaml_nodes.ScalarNode(name, place, plain=False))
+                item = yaml_nodes.MapNode({**item.entries, "name": named}, item.place)
+            if isinstance(item, yaml_nodes.MapNode):
                 old = items.get(key)
                 if known and name and old is None:
                     self._new_names.append(NewName(place, path, name, known))
-                below_it = old if isinstance(old, MapNode) else EMPTY
+                below_it = old if isinstance(old, yaml_nodes.MapNode) else EMPTY
                 items[key] = self.maps(below_it, item, (block,), inner)
             else:
                 items[key] = item  # not an object: validation reports it
-        return ListNode(tuple(items.values()), overlay.place)
+        return yaml_nodes.ListNode(tuple(items.values()), overlay.place)
 
     def _report(
         self, place: Place, code: str, path: str, message: str, suggestion: str = ""

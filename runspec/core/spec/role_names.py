@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from runspec.core.spec.schema import Grpo, IslandMember, RunSpec, SamplerPool, Supervised
+from runspec.core.spec.schema import IslandMember, RunSpec, SamplerPool
 
 TRUNK = ("origin", "coordinator", "publisher", "learner")
 """Names of the processes that share the run directory; `trunk_names` has the islands' too."""
@@ -172,9 +172,7 @@ def island_spec(spec: RunSpec, name: str) -> RunSpec:
     if not found:
         return spec
     member, learner = found[name], spec.learner
-    packing = learner.packing
-    if member.rows is not None:
-        packing = packing.model_copy(update={"rows": member.rows})
+    packing = learner.packing.model_copy(update={"rows": member.rows or learner.packing.rows})
     own = learner.model_copy(
         update={
             "hardware": member.hardware or learner.hardware,
@@ -184,16 +182,12 @@ def island_spec(spec: RunSpec, name: str) -> RunSpec:
             "islands": None,
         }
     )
-    return spec.model_copy(update={"learner": own, "algorithm": _part(spec, len(found))})
-
-
-def _part(spec: RunSpec, count: int) -> Grpo | Supervised:
-    """Return the algorithm with the part of a step's data that one of `count` islands has."""
     if spec.supervised is None:
-        groups = ceil(spec.grpo.prompts_per_step / count)
-        return spec.grpo.model_copy(update={"prompts_per_step": groups})
-    tokens = spec.supervised.tokens_per_update // count
-    return spec.supervised.model_copy(update={"tokens_per_update": tokens})
+        part = {"prompts_per_step": ceil(spec.grpo.prompts_per_step / len(found))}
+    else:
+        part = {"tokens_per_update": spec.supervised.tokens_per_update // len(found)}
+    algorithm = spec.algorithm.model_copy(update=part)
+    return spec.model_copy(update={"learner": own, "algorithm": algorithm})
 
 
 def evaluator_pool(spec: RunSpec) -> SamplerPool:

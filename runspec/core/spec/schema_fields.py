@@ -10,8 +10,8 @@ from typing import Any, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
-from runspec.core.spec.fields import Change, ChangeClass, Site, Unit
-from runspec.core.spec.schema import Block, RunSpec
+from runspec.core.spec.fields import Block, Change, ChangeClass, Site, Unit
+from runspec.core.spec.schema import RunSpec
 
 
 @cache

@@ -15,20 +15,12 @@ from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
+from runspec.core.spec import yaml_nodes
 from runspec.core.spec.fields import NAME_PATTERN, NAME_WORDS, Block, UnitError
 from runspec.core.spec.findings import Finding, Number, Place, replacing
 from runspec.core.spec.schema import SUPERVISED, RunSpec, Verify
 from runspec.core.spec.schema.training import DEFAULT_KIND
 from runspec.core.spec.schema_fields import close_match, field_at, schema_fields
-from runspec.core.spec.yaml_nodes import (
-    ListNode,
-    MapNode,
-    Node,
-    ScalarNode,
-    object_name,
-    resolve_scalar,
-    value_at,
-)
 from runspec.core.spec.yaml_text import other_reading
 
 _EXPECTED = {
@@ -71,7 +63,7 @@ _WANTED: dict[str, tuple[type, ...]] = {
 }
 
 
-def validate(root: MapNode, findings: list[Finding]) -> RunSpec | None:
+def validate(root: yaml_nodes.MapNode, findings: list[Finding]) -> RunSpec | None:
     """Return the spec that the tree makes, or None with a finding for each error."""
     spec = None
     try:
@@ -84,7 +76,7 @@ def validate(root: MapNode, findings: list[Finding]) -> RunSpec | None:
     return None if found else spec
 
 
-def _misplaced(root: MapNode) -> Iterator[Finding]:
+def _misplaced(root: yaml_nodes.MapNode) -> Iterator[Finding]:
     """Find the values that runs of this `algorithm.kind` have no use for, but for defaults."""
     kind = _algorithm_kind(root)
     for path in _OTHERS.get(kind, ()):
@@ -105,13 +97,13 @@ def _agrees(value: Any, default: Any) -> bool:
     return value is None or bool(value == default)
 
 
-def _lacking(root: MapNode) -> Iterator[Finding]:
+def _lacking(root: yaml_nodes.MapNode) -> Iterator[Finding]:
     """Find the parts that a run that samples needs and no other has."""
     if _algorithm_kind(root) != DEFAULT_KIND:
         return
     for key in ("reward", "samplers"):
-        node = value_at(root, key)
-        if node is None or (isinstance(node, ListNode) and not node.items):
+        node = yaml_nodes.value_at(root, key)
+        if node is None or (isinstance(node, yaml_nodes.ListNode) and not node.items):
             deleted = root.deleted.get(key)
             message = "a required key is missing" + (", deleted by this null" if deleted else "")
             if node is not None:
@@ -119,22 +111,22 @@ def _lacking(root: MapNode) -> Iterator[Finding]:
             yield Finding(deleted or root.place, "missing-key", message, path=key, blocking=True)
 
 
-def _algorithm_kind(root: MapNode) -> str:
-    node = value_at(value_at(root, "algorithm"), "kind")
-    return str(node.value) if isinstance(node, ScalarNode) else DEFAULT_KIND
+def _algorithm_kind(root: yaml_nodes.MapNode) -> str:
+    node = yaml_nodes.value_at(yaml_nodes.value_at(root, "algorithm"), "kind")
+    return str(node.value) if isinstance(node, yaml_nodes.ScalarNode) else DEFAULT_KIND
 
 
 def _places(
-    node: Node | None, steps: tuple[str, ...], shown: str
-) -> Iterator[tuple[Place, str, Node]]:
+    node: yaml_nodes.Node | None, steps: tuple[str, ...], shown: str
+) -> Iterator[tuple[Place, str, yaml_nodes.Node]]:
     """Yield where a path is set, and to what; `*` stands for all items of a list."""
     if not steps:
         return
-    if steps[0] == "*" and isinstance(node, ListNode):
+    if steps[0] == "*" and isinstance(node, yaml_nodes.ListNode):
         for index, item in enumerate(node.items):
-            name = object_name(item) or str(index)
+            name = yaml_nodes.object_name(item) or str(index)
             yield from _places(item, steps[1:], f"{shown}.{name}")
-    elif isinstance(node, MapNode) and (entry := node.entries.get(steps[0])) is not None:
+    elif isinstance(node, yaml_nodes.MapNode) and (entry := node.entries.get(steps[0])) is not None:
         path = f"{shown}.{steps[0]}" if shown else steps[0]
         if len(steps) == 1:
             yield entry.key_place, path, entry.value
@@ -163,16 +155,18 @@ def _extend(findings: list[Finding], more: Iterable[Finding]) -> None:
             findings.append(finding)
 
 
-def to_python(node: Node) -> Any:
+def to_python(node: yaml_nodes.Node) -> Any:
     """Return a tree as plain dicts, lists and scalars."""
-    if isinstance(node, MapNode):
+    if isinstance(node, yaml_nodes.MapNode):
         return {key: to_python(entry.value) for key, entry in node.entries.items()}
-    if isinstance(node, ListNode):
+    if isinstance(node, yaml_nodes.ListNode):
         return [to_python(item) for item in node.items]
     return node.value
 
 
-def locate(root: Node, location: tuple[int | str, ...]) -> tuple[Place, str, Node, bool]:
+def locate(
+    root: yaml_nodes.Node, location: tuple[int | str, ...]
+) -> tuple[Place, str, yaml_nodes.Node, bool]:
     """Follow pydantic's location, or a rule's, as far as the tree has it.
 
     Items of named lists are reached by index or by name, and shown by name.
@@ -183,24 +177,24 @@ def locate(root: Node, location: tuple[int | str, ...]) -> tuple[Place, str, Nod
     """
     node, shown = root, []
     for step in location:
-        if isinstance(node, MapNode) and step in node.entries:
+        if isinstance(node, yaml_nodes.MapNode) and step in node.entries:
             node = node.entries[str(step)].value
             shown.append(str(step))
-        elif isinstance(node, ListNode) and (item := _item(node, step)) is not None:
+        elif isinstance(node, yaml_nodes.ListNode) and (item := _item(node, step)) is not None:
             node = item
-            shown.append(object_name(item) or str(step))
+            shown.append(yaml_nodes.object_name(item) or str(step))
         else:
             return node.place, ".".join(shown), node, False
     return node.place, ".".join(shown), node, True
 
 
-def _item(node: ListNode, step: int | str) -> Node | None:
+def _item(node: yaml_nodes.ListNode, step: int | str) -> yaml_nodes.Node | None:
     if isinstance(step, int):
         return node.items[step] if step < len(node.items) else None
-    return next((item for item in node.items if object_name(item) == step), None)
+    return next((item for item in node.items if yaml_nodes.object_name(item) == step), None)
 
 
-def schema_finding(root: MapNode, error: Any) -> Finding:
+def schema_finding(root: yaml_nodes.MapNode, error: Any) -> Finding:
     """Return one of pydantic's errors as a finding at the place that wrote the value."""
     location, kind = error["loc"], error["type"]
     if (
@@ -216,8 +210,8 @@ def schema_finding(root: MapNode, error: Any) -> Finding:
     finding = partial(Finding, place, blocking=True)
     if kind == "missing":
         key = str(location[-1])
-        deleted = node.deleted.get(key) if isinstance(node, MapNode) else None
-        what = "a value" if isinstance(node, ListNode) else "a required key"
+        deleted = node.deleted.get(key) if isinstance(node, yaml_nodes.MapNode) else None
+        what = "a value" if isinstance(node, yaml_nodes.ListNode) else "a required key"
         message = f"{what} is missing" + (", deleted by this null" if deleted else "")
         path = f"{path}.{key}" if path else key
         code = "no-seed" if path == "seed" else "missing-key"
@@ -250,10 +244,10 @@ def schema_finding(root: MapNode, error: Any) -> Finding:
     return finding(code, f"{message}, got {got}", path, numbers=numbers, requires=requires)
 
 
-def _shown(node: Node) -> str:
-    if isinstance(node, MapNode):
+def _shown(node: yaml_nodes.Node) -> str:
+    if isinstance(node, yaml_nodes.MapNode):
         return "a map"
-    if isinstance(node, ListNode):
+    if isinstance(node, yaml_nodes.ListNode):
         return f"a list of {len(node.items)}"
     if node.value is None:
         return "null"
@@ -263,7 +257,7 @@ def _shown(node: Node) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _ambiguous_type(node: Node, kind: str, path: str) -> Finding | None:
+def _ambiguous_type(node: yaml_nodes.Node, kind: str, path: str) -> Finding | None:
     """Return the finding of a scalar that has the right type if quoted, or by YAML 1.1; else None.
 
     Args:
@@ -272,7 +266,12 @@ def _ambiguous_type(node: Node, kind: str, path: str) -> Finding | None:
         path: of the node, as people write it.
     """
     written = node.place.written
-    if not isinstance(node, ScalarNode) or kind not in _WANTED or not written or "${" in written:
+    if (
+        not isinstance(node, yaml_nodes.ScalarNode)
+        or kind not in _WANTED
+        or not written
+        or "${" in written
+    ):
         return None
     is_text, wanted, text = kind == "string_type", _WANTED[kind], None
     reading = other_reading(written) if node.plain else None
@@ -290,7 +289,7 @@ def _ambiguous_type(node: Node, kind: str, path: str) -> Finding | None:
             text = _quoted(written)
         elif not is_text and not node.plain and isinstance(node.value, str):
             with suppress(ValueError):
-                text = node.value if type(resolve_scalar(node.value)) in wanted else None
+                text = node.value if type(yaml_nodes.resolve_scalar(node.value)) in wanted else None
         if text is None:
             return None
     return Finding(
@@ -304,7 +303,7 @@ def _ambiguous_type(node: Node, kind: str, path: str) -> Finding | None:
     )
 
 
-def _ambiguous_scalars(root: MapNode) -> Iterator[Finding]:
+def _ambiguous_scalars(root: yaml_nodes.MapNode) -> Iterator[Finding]:
     """Find valid plain scalars of a tree that YAML 1.1 reads as another value.
 
     Numbers in numeric fields are left out. Every other scalar can be written so that all versions
@@ -312,7 +311,12 @@ def _ambiguous_scalars(root: MapNode) -> Iterator[Finding]:
     """
     for path, node in _scalars(root, ""):
         reading = other_reading(node.place.written) if node.plain else None
-        if reading is None or (not isinstance(node.value, str) and _is_numeric(path)):
+        if reading is None:
+            continue
+        above, _, last = path.rpartition(".")
+        field = field_at(above if last.isdigit() else path)  # an item has the field of its list
+        numeric = field is not None and {int, float} & set(_leaves(field.annotation))
+        if numeric and not isinstance(node.value, str):
             continue
         text = _quoted(node.value) if isinstance(node.value, str) else str(node.value)
         yield Finding(
@@ -326,22 +330,16 @@ def _ambiguous_scalars(root: MapNode) -> Iterator[Finding]:
         )
 
 
-def _scalars(node: Node, path: str) -> Iterator[tuple[str, ScalarNode]]:
+def _scalars(node: yaml_nodes.Node, path: str) -> Iterator[tuple[str, yaml_nodes.ScalarNode]]:
     dot = f"{path}." if path else ""
-    if isinstance(node, MapNode):
+    if isinstance(node, yaml_nodes.MapNode):
         for key, entry in node.entries.items():
             yield from _scalars(entry.value, f"{dot}{key}")
-    elif isinstance(node, ScalarNode):
+    elif isinstance(node, yaml_nodes.ScalarNode):
         yield path, node
     else:
         for index, item in enumerate(node.items):
-            yield from _scalars(item, f"{dot}{object_name(item) or index}")
-
-
-def _is_numeric(path: str) -> bool:
-    above, _, last = path.rpartition(".")
-    field = field_at(above if last.isdigit() else path)  # an item has the field of its list
-    return field is not None and bool({int, float} & set(_leaves(field.annotation)))
+            yield from _scalars(item, f"{dot}{yaml_nodes.object_name(item) or index}")
 
 
 def _leaves(annotation: Any) -> Iterator[Any]:
@@ -359,11 +357,11 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _read(node: ScalarNode) -> str:
+def _read(node: yaml_nodes.ScalarNode) -> str:
     return f"the text {_raw(node)}" if isinstance(node.value, str) else _raw(node)
 
 
-def _raw(node: ScalarNode) -> str:
+def _raw(node: yaml_nodes.ScalarNode) -> str:
     return repr(node.value) if isinstance(node.value, str) else _as_yaml(node.value)
 
 

@@ -108,11 +108,7 @@ class Document:
 
 
 class _Broken(Exception):
-    """Error: the text cannot be parsed any further."""
-
-    def __init__(self, place: Place, message: str) -> None:
-        super().__init__(message)
-        self.finding = broken(place, message)
+    """Error: the text cannot be parsed any further. Its arguments are place and message."""
 
 
 _HINTS = {
@@ -182,7 +178,7 @@ def parse_yaml(text: str, file: str, *, shown: str | None = None) -> Document:
     try:
         return Document(composer.document(), composer.findings, composer.comments())
     except _Broken as problem:
-        finding = problem.finding
+        finding = broken(*problem.args)
     except yaml.MarkedYAMLError as error:
         message = " ".join(part for part in (error.context, error.problem) if part)
         place = composer.place(error.problem_mark or error.context_mark)
@@ -296,15 +292,17 @@ class _Composer:
             at, width = place.column + anchor.end(), place.width - anchor.end()
             place = replace(place, column=at, width=width)
         plain = event.style is None
-        self._reached(event)
-        self._check_text(event.value, place)
+        self._reached(event, place)
         try:
             return ScalarNode(resolve_scalar(event.value) if plain else event.value, place, plain)
         except ValueError as error:
             raise _Broken(place, str(error)) from error
 
-    def _reached(self, event: Any) -> None:
-        """Record where a scalar ends, and its span if it has a `#`."""
+    def _reached(self, event: Any, place: Place) -> None:
+        """Check a scalar's text, and record where it ends, and its span if it has a `#`."""
+        # Escapes can name half of a surrogate pair, or the null character.
+        if any("\ud800" <= c <= "\udfff" or c == "\0" for c in event.value):
+            raise _Broken(place, "a character that is no text")
         start, end = event.start_mark, event.end_mark
         block = event.style in ("|", ">")
         # A block scalar ends where the next line begins.
@@ -318,11 +316,6 @@ class _Composer:
         """Record that the value that begins in `line` ends with the newest node."""
         if self._end > line:
             self._extents[line] = max(self._end, self._extents.get(line, 0))
-
-    def _check_text(self, text: str, place: Place) -> None:
-        # Escapes can name half of a surrogate pair, or the null character.
-        if any("\ud800" <= c <= "\udfff" or c == "\0" for c in text):
-            raise _Broken(place, "a character that is no text")
 
     def _list(self, start: Any, place: Place, depth: int) -> ListNode:
         items: list[Node] = []
@@ -339,7 +332,10 @@ class _Composer:
         size, height = 1, 0
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             key_place = self.place(event.start_mark, event.end_mark)
-            key = self._key(event, key_place)
+            if not isinstance(event, yaml.ScalarEvent) or event.tag is not None or not event.value:
+                raise _Broken(key_place, "a key must be a word")
+            self._reached(event, key_place)
+            key = event.value
             value = self._node(next(self._events), depth + 1)
             self._begun(key_place.line)
             size = self._grown(size, value)
@@ -357,13 +353,6 @@ class _Composer:
         """Record where a list or map in brackets ends; one without ends with its newest node."""
         if start.flow_style:
             self._end = end.end_mark.line + 1
-
-    def _key(self, event: Any, place: Place) -> str:
-        if not isinstance(event, yaml.ScalarEvent) or event.tag is not None or not event.value:
-            raise _Broken(place, "a key must be a word")
-        self._check_text(event.value, place)
-        self._reached(event)
-        return event.value
 
     def _grown(self, size: int, child: Node) -> int:
         if size + child.size > MAX_NODES:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import date
 from typing import Any
@@ -102,14 +102,11 @@ def _map(
         else:
             # A line break would end the comment.
             behind = "".join(c if c.isprintable() else "?" for c in comment(at))
-            yield f"{head} {_on_one_line(item)}" + (f"  # {behind}" if behind else "")
-
-
-def _on_one_line(item: Any) -> str:
-    if isinstance(item, Mapping):
-        return "{}"
-    if isinstance(item, str) or not isinstance(item, Sequence):
-        return yaml_scalar(item)
-    texts = (yaml_scalar(each) for each in item)
-    # In a list, text with a colon could be read as a map.
-    return f"[{', '.join(_quoted(t) if _COLON.match(t) else t for t in texts)}]"
+            if isinstance(item, list | tuple):
+                texts = (yaml_scalar(each) for each in item)
+                # In a list, text with a colon could be read as a map.
+                quoted = (_quoted(text) if _COLON.match(text) else text for text in texts)
+                shown = f"[{', '.join(quoted)}]"
+            else:
+                shown = "{}" if isinstance(item, Mapping) else yaml_scalar(item)
+            yield f"{head} {shown}" + (f"  # {behind}" if behind else "")

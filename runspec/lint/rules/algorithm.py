@@ -41,7 +41,7 @@ def whole_groups(context: Context) -> Found:
     algorithm = context.spec.grpo
     groups, updates = algorithm.prompts_per_step, algorithm.updates_per_step
     if groups * algorithm.group_size % updates:
-        return None  # `updates-divide-batch` says so
+        return ()  # `updates-divide-batch` says so
     few = updates > groups
     return relation(
         groups % updates == 0,
@@ -92,7 +92,7 @@ def clip_bounds(context: Context) -> Found:
     algorithm = context.spec.grpo
     delta, high = algorithm.clip.delta, algorithm.clip.eps_high
     if algorithm.surrogate == "cispo" or delta is None:
-        return None
+        return ()
     return relation(
         delta > 1 + high,
         "algorithm.clip.delta",
@@ -134,14 +134,14 @@ def cispo(context: Context) -> Found:
     algorithm = context.spec.grpo
     if algorithm.surrogate != "cispo":
         return
-    yield relation(
+    yield from relation(
         algorithm.ratio == "token",
         "algorithm.ratio",
         "surrogate: cispo weighs each token by its own ratio: it goes with ratio: token",
         "token",
     )
     delta = algorithm.clip.delta or 0.0
-    yield relation(
+    yield from relation(
         algorithm.clip.delta is None,
         "algorithm.clip.delta",
         f"{delta:g} has no part in surrogate: cispo, whose weight 1 + eps_high bounds",
@@ -164,7 +164,7 @@ def stale_pi_old(context: Context) -> Found:
     """
     algorithm = context.spec.grpo
     if algorithm.old_logprobs != "recompute" or algorithm.importance.cap is not None:
-        return None
+        return ()
     return relation(
         algorithm.updates_per_step > 1 or algorithm.async_level == 0,
         "algorithm.old_logprobs",
@@ -207,7 +207,7 @@ def one_temperature(context: Context) -> Found:
     wanted = first.sampling.temperature
     for pool in others:
         temperature = pool.sampling.temperature
-        yield relation(
+        yield from relation(
             temperature == wanted,
             f"samplers.{pool.name}.sampling.temperature",
             f"{temperature:g} differs from {wanted:g} of pool {first.name}: the loss knows one "

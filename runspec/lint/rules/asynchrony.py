@@ -119,7 +119,7 @@ def delta_gain(context: Context, config: ModelConfig) -> Found:
     """
     spec = context.spec
     if spec.broadcast.format != "delta":
-        return None
+        return ()
     size, share = version_size(spec, config), changed_share(spec, config).value
     narrower = ", or a run with dtype: bfloat16" if spec.broadcast.dtype == "float32" else ""
     return relation(
@@ -222,7 +222,7 @@ def relay_upstream(context: Context) -> Found:
     relays = _upstreams(context.spec)
     for name, above in relays.items():
         unknown = [other for other in above if other not in (ORIGIN, *relays)]
-        yield relation(
+        yield from relation(
             not unknown,
             f"broadcast.relays.{name}.upstream",
             f"no relay {', '.join(unknown)}; known: {', '.join((ORIGIN, *relays))}",
@@ -264,7 +264,7 @@ def relay_path(context: Context) -> Found:
     told = {name for cycle in _cycles(relays) for name in cycle}
     told |= {name for name, above in relays.items() if not {ORIGIN, *relays} >= set(above)}
     for name, above in relays.items():
-        yield relation(
+        yield from relation(
             name in reached or name in told,
             f"broadcast.relays.{name}.upstream",
             f"fetches from {', '.join(above) or 'nobody'}: no path leads to the origin",
@@ -286,13 +286,13 @@ def pool_relays(context: Context) -> Found:
         twice = [name for name in dict.fromkeys(wanted) if wanted.count(name) > 1]
         where = f"samplers.{pool.name}.relays"
         origin = "; origin comes last by itself" if ORIGIN in unknown else ""
-        yield relation(
+        yield from relation(
             not unknown,
             where,
             f"no relay {', '.join(unknown)}; known: {', '.join(known) or 'none'}{origin}",
             "name relays of broadcast.relays",
         )
-        yield relation(
+        yield from relation(
             not twice, where, f"names {', '.join(twice)} more than once", "name each once"
         )
 

@@ -7,19 +7,11 @@ from collections.abc import Iterator
 from typing import Literal
 
 from runspec.core.errors import UserError
+from runspec.core.spec import source_files as sources
 from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.role_names import members
 from runspec.core.spec.schema import Data, Source
 from runspec.core.spec.schema_fields import close_match
-from runspec.core.spec.source_files import (
-    COLUMNS,
-    GENERATED,
-    PARAMS,
-    ROW_KINDS,
-    is_generated,
-    whole_uri,
-)
-from runspec.core.spec.source_files import source_files as files_of
 from runspec.lint.registry import Context, Found, Violation, relation, rule
 from runspec.lint.tokenizer_files import TokenizerFiles
 
@@ -60,11 +52,14 @@ def source_fields(context: Context) -> Found:
     `hf_dataset`, `gsm8k` and `livecodebench` read rows from `uri`. Kinds of installed packages say
     for themselves what they need.
     """
-    needed = {"reasoning_gym": ("dataset", "size"), **dict.fromkeys(ROW_KINDS, ("uri",))}
+    needed = {
+        "reasoning_gym": ("dataset", "size"),
+        **dict.fromkeys(sources.ROW_KINDS, ("uri",)),
+    }
     examples = {"dataset": "spell_backward", "size": "20000", "uri": "problems.parquet"}
     for source in context.spec.data.sources:
         for field in needed.get(source.kind, ()):
-            yield relation(
+            yield from relation(
                 getattr(source, field) is not None,
                 f"data.sources.{source.name}",
                 f"kind {source.kind} needs {field}",
@@ -87,7 +82,7 @@ def source_columns(context: Context) -> Found:
     known = {"gsm8k": (), "livecodebench": (), "hf_dataset": (*_COLUMNS, "split")}
     for source in context.spec.data.sources:
         allowed = known.get(source.kind, _COLUMNS)
-        for key in source.params if source.kind in ROW_KINDS else ():
+        for key in source.params if source.kind in sources.ROW_KINDS else ():
             if key not in allowed:
                 yield Violation(
                     ("data", "sources", source.name, "params", key),
@@ -106,12 +101,12 @@ def source_files(context: Context) -> Found:
     first step. A warning, for a spec may be linted elsewhere.
     """
     for source in context.spec.data.sources:
-        kinds = ROW_KINDS if context.spec.supervised is None else PARAMS
+        kinds = sources.ROW_KINDS if context.spec.supervised is None else sources.PARAMS
         if source.uri is None or "://" in source.uri or source.kind not in kinds:
             continue
-        local = source.model_copy(update={"uri": whole_uri(source.uri, context.folder)})
+        local = source.model_copy(update={"uri": sources.whole_uri(source.uri, context.folder)})
         try:
-            files_of(local)
+            sources.source_files(local)
         except UserError as error:
             yield Violation(
                 ("data", "sources", source.name, "uri"),
@@ -149,7 +144,7 @@ def thinking(context: Context) -> Found:
     assumed. `none` rules out `think_prefill`, which opens a thinking that nothing ends.
     """
     spec, files, data = context.spec, context.tokenizer, context.spec.data
-    yield relation(
+    yield from relation(
         data.thinking != "none" or not data.think_prefill,
         "data.thinking",
         "none, but think_prefill opens the thinking",
@@ -157,7 +152,7 @@ def thinking(context: Context) -> Found:
         severity="error",
     )
     told = data.thinking or (thinking_of(files, data) if files else None)
-    yield relation(
+    yield from relation(
         spec.model.shape is not None or told is not None,
         "data.thinking",
         "not set, and there is no chat template here that tells",
@@ -182,7 +177,7 @@ def opens_thinking(files: TokenizerFiles) -> bool:
     return _OPENED.search(files.template or "") is not None
 
 
-_LEAST = {**dict.fromkeys(GENERATED, 1), "seed": 0}
+_LEAST = {**dict.fromkeys(sources.GENERATED, 1), "seed": 0}
 """Least value of a parameter."""
 
 
@@ -205,7 +200,7 @@ def tokens_per_update(context: Context) -> Found:
         least = count * packing.tokens * rows
         of = f"{count} islands x " if islands else ""
         sizes = {"packing.tokens": packing.tokens, "packing.rows": rows}
-        yield relation(
+        yield from relation(
             asked % least == 0,
             "algorithm.tokens_per_update",
             f"{asked} is no multiple of {of}packing.tokens {packing.tokens} x rows {rows} = "
@@ -226,12 +221,12 @@ def document_kind(context: Context) -> Found:
     document is text, a conversation or token ids, and nothing grades it.
     """
     for source in context.spec.data.sources:
-        match = close_match(source.kind, PARAMS)
-        yield relation(
-            source.kind in PARAMS,
+        match = close_match(source.kind, sources.PARAMS)
+        yield from relation(
+            source.kind in sources.PARAMS,
             f"data.sources.{source.name}.kind",
             f"{source.kind[:80]!r} is no kind of documents",
-            f"did you mean {match}?" if match else ", ".join(PARAMS),
+            f"did you mean {match}?" if match else ", ".join(sources.PARAMS),
         )
 
 
@@ -250,14 +245,14 @@ def document_params(context: Context) -> Found:
     """
     kind = context.spec.algorithm.kind
     for source in context.spec.data.sources:
-        if source.kind not in PARAMS:
+        if source.kind not in sources.PARAMS:
             continue  # `document-kind` says so
         where = ("data", "sources", source.name)
-        if source.uri is None and not is_generated(source):
+        if source.uri is None and not sources.is_generated(source):
             yield Violation(
                 where, f"kind {source.kind} needs uri", suggestion="such as uri: documents.jsonl"
             )
-        if source.uri is not None and is_generated(source):
+        if source.uri is not None and sources.is_generated(source):
             yield Violation(
                 (*where, "uri"), f"kind {source.kind} reads no file", suggestion="remove it"
             )
@@ -267,7 +262,10 @@ def document_params(context: Context) -> Found:
 
 def _faulty(source: Source, kind: str) -> Iterator[tuple[str, str, str]]:
     """Yield key, message and suggestion for each parameter that is wrong."""
-    known, columns = PARAMS[source.kind], [key for key in COLUMNS if key in source.params]
+    known, columns = (
+        sources.PARAMS[source.kind],
+        [key for key in sources.COLUMNS if key in source.params],
+    )
     for key, value in source.params.items():
         if key not in known:
             match = close_match(key, known)

@@ -25,7 +25,7 @@ def island_trunk(context: Context) -> Found:
         }
         for key, value in own.items():
             there = "packing.rows" if key == "rows" else key
-            yield relation(
+            yield from relation(
                 value is None,
                 f"learner.islands.members.{member.name}.{key}",
                 f"{member.name} is the first island, whose {key} is learner.{there}",
@@ -100,7 +100,7 @@ def island_quorum(context: Context) -> Found:
     """
     islands = context.spec.learner.islands
     if islands is None or islands.quorum is None:
-        return None
+        return ()
     return relation(
         islands.quorum <= len(islands.members),
         "learner.islands.quorum",
@@ -144,13 +144,13 @@ def island_overlap(context: Context) -> Found:
     islands, algorithm = context.spec.learner.islands, context.spec.grpo
     if islands is None or islands.overlap == 0:
         return
-    yield relation(
+    yield from relation(
         algorithm.old_logprobs == "sampler",
         "algorithm.old_logprobs",
         f"{algorithm.old_logprobs}, with learner.islands.overlap: 1",
         "sampler, or overlap: 0",
     )
-    yield relation(
+    yield from relation(
         algorithm.async_level >= 1,
         "algorithm.async_level",
         "0, but a step begins before its version is made",
@@ -171,7 +171,7 @@ def island_momentum(context: Context) -> Found:
     """
     islands = context.spec.learner.islands
     if islands is None or islands.codec.kind != "sparse":
-        return None
+        return ()
     return relation(
         islands.outer.momentum == 0.0,
         "learner.islands.outer.momentum",

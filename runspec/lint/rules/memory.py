@@ -13,13 +13,20 @@ from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import DEVICES, device_count, device_of
 from runspec.core.models.parameters import MAX_LOGITS, MEMORY_UTILIZATION, prefill_bytes
 from runspec.core.models.parameters import logits_chunk as logits_positions
-from runspec.core.spec.schema import Hardware, RunSpec
 from runspec.core.spec.schema_fields import close_match
 from runspec.estimate.assumed import weight_move
 from runspec.estimate.broadcast import version_size
 from runspec.estimate.learner import learner_memory
 from runspec.estimate.speed import sampler_memory
-from runspec.lint.registry import Context, Found, Violation, model_rule, relation, rule
+from runspec.lint.registry import (
+    Context,
+    Found,
+    Violation,
+    all_hardware,
+    model_rule,
+    relation,
+    rule,
+)
 
 STATE_SHARE = 0.9
 """Share of a device's memory that the train state may take."""
@@ -27,6 +34,16 @@ HALF_STEP = 2.0**-9
 """Half the distance of bfloat16 neighbours, relative to the larger: 8 significant bits."""
 WIDEST = 16384
 """Hidden size taken for a model whose shape is not known: it has the smallest weights."""
+
+
+_SMALLER_ROWS = "fewer packing.rows, shorter rows, more context, or remat: offload"
+_RELIEF = {
+    "remat": "remat: full",
+    **dict.fromkeys(("activations", "temporaries", "logits"), _SMALLER_ROWS),
+    "weights": "old_logprobs: sampler, kl: {coef: 0}, or more fsdp or tensor",
+    "state": "more fsdp or tensor, optimizer: {offload: true}, or learner.lora",
+}
+"""What to change, by the part of a step that takes most."""
 
 
 def _gb(size: float) -> str:
@@ -41,19 +58,14 @@ def unknown_hardware(context: Context) -> Found:
     by `kind`. Of another kind nothing can be said to fit and no time can be told, unless the spec
     gives `memory`, and for times `peak_flops` and `memory_bandwidth`.
     """
-    spec = context.spec
-    asked: list[tuple[tuple[str, ...], Hardware | None]] = [(("learner",), spec.learner.hardware)]
-    asked += [(("samplers", pool.name), pool.hardware) for pool in spec.samplers]
-    asked += [(("verify",), spec.verify.hardware)]
-    for where, hardware in asked:
-        if hardware is None or hardware.kind in DEVICES or hardware.memory is not None:
-            continue
+    for where, hardware in all_hardware(context.spec):
         longer = [kind for kind in DEVICES if hardware.kind and kind.startswith(hardware.kind)]
         close = " or ".join(longer) or close_match(hardware.kind, DEVICES)
-        yield Violation(
-            (*where, "hardware", "kind"),
+        yield from relation(
+            hardware.kind in DEVICES or hardware.memory is not None,
+            f"{where}.kind",
             f"{hardware.kind[:80]!r} is not known: what needs its memory is not checked",
-            suggestion=f"did you mean {close}?" if close else "give its memory, like 80GB",
+            f"did you mean {close}?" if close else "give its memory, like 80GB",
         )
 
 
@@ -71,7 +83,7 @@ def train_state_fits(context: Context, config: ModelConfig) -> Found:
     """
     memory = device_of(context.spec.learner.hardware).memory
     if memory is None:
-        return None
+        return ()
     needs = learner_memory(context.spec, config)
     return relation(
         needs.state <= STATE_SHARE * memory,
@@ -114,24 +126,16 @@ def step_fits(context: Context, config: ModelConfig) -> Found:
         "temporaries": round(needs.temporaries),
     }
     held = {name: size for name, size in parts.items() if size}
+    largest = max(held, key=held.__getitem__)
+    if largest == "activations" and spec.learner.remat not in ("full", "offload"):
+        largest = "remat"
     yield Violation(
         ("learner",),
         f"a step needs {_gb(needs.total)} a device, which has {_gb(memory)}: "
         + ", ".join(f"{name} {_gb(size)}" for name, size in held.items()),
         numbers={**held, "memory": round(memory)},
-        suggestion=_relief(spec, max(held, key=held.__getitem__)),
+        suggestion=_RELIEF.get(largest, _RELIEF["state"]),
     )
-
-
-def _relief(spec: RunSpec, largest: str) -> str:
-    """What to change, by the part of a step that takes most."""
-    if largest == "activations" and spec.learner.remat not in ("full", "offload"):
-        return "remat: full"
-    if largest in ("activations", "temporaries", "logits"):
-        return "fewer packing.rows, shorter rows, more context, or remat: offload"
-    if largest == "weights":
-        return "old_logprobs: sampler, kl: {coef: 0}, or more fsdp or tensor"
-    return "more fsdp or tensor, optimizer: {offload: true}, or learner.lora"
 
 
 @model_rule("memory")
@@ -171,9 +175,9 @@ def bf16_master(context: Context) -> Found:
     """
     spec, config = context.spec, context.config
     if spec.learner.master_dtype != "bfloat16" or spec.learner.lora is not None:
-        return None
+        return ()
     if config is None and spec.optimizer.kind == "sgd":
-        return None
+        return ()
     width = WIDEST if config is None else config.hidden_size
     floor = HALF_STEP / sqrt(width)
     move = spec.optimizer.lr if config is None else weight_move(spec, config)
@@ -201,7 +205,7 @@ def sampler_weights_fit(context: Context, config: ModelConfig) -> Found:
         needs = sampler_memory(pool, context.spec, config)
         if needs.room is None or needs.memory is None:
             continue
-        yield relation(
+        yield from relation(
             needs.room > 0,
             f"samplers.{pool.name}.hardware",
             f"weights {_gb(needs.weights)} + activations {_gb(needs.activations)} on each of "
@@ -229,7 +233,7 @@ def validator_weights_fit(context: Context, config: ModelConfig) -> Found:
     spec, hardware = context.spec, context.spec.verify.hardware
     memory = device_of(hardware).memory if hardware else None
     if hardware is None or memory is None or not spec.verify.validators:
-        return None
+        return ()
     version, devices = version_size(spec, config).whole, device_count(hardware) or 1
     needed = prefill_bytes(version, devices)
     return relation(
@@ -256,7 +260,7 @@ def kv_cache_fits(context: Context, config: ModelConfig) -> Found:
         needs, length = sampler_memory(pool, context.spec, config), pool.max_model_len
         if needs.room is None or needs.room <= 0:
             continue
-        yield relation(
+        yield from relation(
             length * needs.kv_token <= needs.room,
             f"samplers.{pool.name}.max_model_len",
             f"keys and values of {length} tokens are {_gb(length * needs.kv_token)} a device, and "

@@ -32,7 +32,7 @@ def shape_heads(context: Context) -> Found:
         return
     heads, kv_heads, width = shape.num_attention_heads, shape.num_key_value_heads, shape.hidden_size
     if shape.head_dim is None:
-        yield relation(
+        yield from relation(
             width % (2 * heads) == 0,
             "model.shape.hidden_size",
             f"{width} does not give {heads} heads of an even size",
@@ -40,14 +40,14 @@ def shape_heads(context: Context) -> Found:
             {"hidden_size": width, "num_attention_heads": heads},
         )
     else:
-        yield relation(
+        yield from relation(
             shape.head_dim % 2 == 0,
             "model.shape.head_dim",
             f"{shape.head_dim} is odd, RoPE turns pairs",
             f"{shape.head_dim + 1}",
             {"head_dim": shape.head_dim},
         )
-    yield relation(
+    yield from relation(
         heads % kv_heads == 0,
         "model.shape.num_key_value_heads",
         f"{kv_heads} does not divide {heads} heads",
@@ -67,13 +67,13 @@ def one_model(context: Context) -> Found:
     """
     model = context.spec.model
     both = model.hf is not None and model.shape is not None
-    yield relation(
+    yield from relation(
         (model.hf is None) != (model.shape is None),
         "model",
         f"exactly one of hf and shape is needed, {'both were' if both else 'neither was'} given",
         "null takes one away" if both else "name a Hugging Face repository in hf",
     )
-    yield relation(
+    yield from relation(
         model.revision is None or model.hf is not None,
         "model.revision",
         "is the commit of model.hf, which is not given",
@@ -90,13 +90,13 @@ def warm_start(context: Context) -> Found:
     nothing. A model of `model.hf` is version 0 as it is.
     """
     shape, warm = context.spec.model.shape, context.spec.warm_start
-    yield relation(
+    yield from relation(
         shape is None or warm is not None,
         "model.shape",
         "has no weights: warm_start must make them",
         "warm_start: {} takes the defaults",
     )
-    yield relation(
+    yield from relation(
         shape is not None or warm is None,
         "warm_start",
         "makes the weights of a model.shape, and none is given",
@@ -131,7 +131,7 @@ def lora_targets(context: Context) -> Found:
     """
     targets = context.spec.learner.lora.targets if context.spec.learner.lora else []
     for target, count in sorted(Counter(targets).items()):
-        yield relation(
+        yield from relation(
             count == 1,
             "learner.lora.targets",
             f"names {target} more than once",
@@ -212,7 +212,7 @@ def lora_rank(context: Context, config: ModelConfig) -> Found:
     lora, shapes = context.spec.learner.lora, matrix_shapes(config)
     ranks = [(min(shapes[name]), name) for name in lora.targets if name in shapes] if lora else []
     if lora is None or not ranks:
-        return None
+        return ()
     least, target = min(ranks)
     return relation(
         lora.rank < least,

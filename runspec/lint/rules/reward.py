@@ -35,7 +35,7 @@ def task_advantage(context: Context) -> Found:
     """
     term = length_term(context.spec)
     if term is None or context.spec.grpo.advantage.normalize != "task":
-        return None
+        return ()
     return relation(
         term.form == "exact",
         "algorithm.advantage.normalize",
@@ -63,7 +63,7 @@ def target_length(context: Context) -> Found:
             ("alpha", term.alpha or clips, "3e-4"),
             ("targets", term.targets, "[1000, 2000]"),
         ):
-            yield relation(
+            yield from relation(
                 bool(given), f"reward.{term.name}", f"kind target_length needs {field}", usual
             )
 
@@ -108,7 +108,7 @@ def one_term_a_kind(context: Context) -> Found:
     first: dict[str, str] = {}
     for term in context.spec.reward:
         other = first.setdefault(term.kind, term.name)
-        yield relation(
+        yield from relation(
             other == term.name,
             f"reward.{term.name}.kind",
             f"a second term of kind {term.kind}; {other} is the first",
@@ -130,7 +130,7 @@ def targets_reachable(context: Context) -> Found:
         if term is None:
             return
         longest, limit = max(term.targets or [0]), pool.max_new_tokens
-        yield relation(
+        yield from relation(
             longest < limit,
             f"reward.{term.name}.targets",
             f"{longest} must be less than max_new_tokens = {limit} of pool {pool.name}",
@@ -153,7 +153,7 @@ def length_swamps_task(context: Context) -> Found:
     """
     term = length_term(context.spec)
     if term is None or term.form != "exact" or not term.alpha or not term.targets:
-        return None
+        return ()
     limit = max(pool.max_new_tokens for pool in context.spec.samplers)
     distance = max(abs(target - limit) for target in term.targets)
     return relation(
@@ -182,13 +182,13 @@ def solve_rate(context: Context) -> Found:
         if rate is None:
             continue
         made = source.kind == "reasoning_gym"
-        yield relation(
+        yield from relation(
             not made,
             where,
             "kind reasoning_gym makes problems, of which no solve rate is recorded",
             "measure them with `python -m sampler solve-rates`, and read its file",
         )
-        yield relation(
+        yield from relation(
             made or rate.min <= rate.max,
             f"{where}.min",
             f"{rate.min:g} is above max = {rate.max:g}: no problem is kept",

@@ -23,7 +23,7 @@ def context_fits(context: Context) -> Found:
     prompt = context.spec.data.max_prompt_tokens
     for pool in context.spec.samplers:
         new, length = pool.max_new_tokens, pool.max_model_len
-        yield relation(
+        yield from relation(
             prompt + new <= length,
             f"samplers.{pool.name}.max_model_len",
             f"{length} is less than max_prompt_tokens {prompt} + max_new_tokens {new} = "
@@ -44,7 +44,7 @@ def model_len(context: Context) -> Found:
     """
     positions = context.spec.model.max_context
     for pool in context.spec.samplers:
-        yield relation(
+        yield from relation(
             pool.max_model_len <= positions,
             f"samplers.{pool.name}.max_model_len",
             f"{pool.max_model_len} is more than model.max_context = {positions}",
@@ -63,7 +63,12 @@ def model_positions(context: Context, config: ModelConfig) -> Found:
     `max_context` is what the run believes; the config says for which positions the model was
     trained. vLLM refuses a longer `max_model_len` when it starts.
     """
-    model, covered = context.spec.model, _positions(config)
+    model, covered = context.spec.model, config.max_position_embeddings
+    scaling = config.rope_scaling
+    if isinstance(scaling, Linear | Dynamic):
+        covered = int(covered * scaling.factor)
+    elif isinstance(scaling, Yarn):
+        covered = max(covered, int(scaling.original_max_position_embeddings * scaling.factor))
     return relation(
         model.shape is not None or model.max_context <= covered,
         "model.max_context",
@@ -72,15 +77,6 @@ def model_positions(context: Context, config: ModelConfig) -> Found:
         f"at most {covered}",
         {"max_context": model.max_context, "positions": covered},
     )
-
-
-def _positions(config: ModelConfig) -> int:
-    scaling, own = config.rope_scaling, config.max_position_embeddings
-    if isinstance(scaling, Linear | Dynamic):
-        return int(own * scaling.factor)
-    if isinstance(scaling, Yarn):
-        return max(own, int(scaling.original_max_position_embeddings * scaling.factor))
-    return own
 
 
 @rule("samplers")
@@ -94,7 +90,7 @@ def packing_holds(context: Context) -> Found:
     packed, prompt = context.spec.learner.packing.tokens, context.spec.data.max_prompt_tokens
     for pool in context.spec.samplers:
         new = pool.max_new_tokens
-        yield relation(
+        yield from relation(
             prompt + new <= packed,
             "learner.packing.tokens",
             f"{packed} cannot hold a sequence of pool {pool.name}: max_prompt_tokens {prompt} + "
@@ -116,7 +112,7 @@ def attention_window(context: Context, config: ModelConfig) -> Found:
     """
     limit, packed = config.exact_length, context.spec.learner.packing.tokens
     if limit is None:
-        return None
+        return ()
     return relation(
         packed <= limit,
         "learner.packing.tokens",
@@ -135,7 +131,7 @@ def cpu_head_size(context: Context, config: ModelConfig) -> Found:
     first step ends the engine: `apply` does not start such a run. Tiny models for tests often have
     8 or 16.
     """
-    yield from unsupported_heads(context.spec, config)
+    return unsupported_heads(context.spec, config)
 
 
 def unsupported_heads(spec: RunSpec, config: ModelConfig) -> Iterator[Violation]:
@@ -174,7 +170,7 @@ def neutral_sampling(context: Context) -> Found:
             ("top_p", top_p, top_p == 1.0, "1.0"),
             ("top_k", top_k, top_k <= 0, "-1"),
         ):
-            yield relation(
+            yield from relation(
                 keeps_all,
                 f"samplers.{pool.name}.sampling.{field}",
                 f"{value} cuts the distribution that the learner's ratios are of",
@@ -199,7 +195,7 @@ def pool_devices(context: Context) -> Found:
             continue
         devices = devices or 1
         short, copies = devices < ranks, pool.parallel.data
-        yield relation(
+        yield from relation(
             devices == ranks,
             f"samplers.{pool.name}.parallel.tensor",
             f"{ranks} ranks on {devices} device{'s' if devices > 1 else ''}"
@@ -224,7 +220,7 @@ def pool_heads(context: Context, config: ModelConfig) -> Found:
     fitting = [n for n in divisors(heads, heads) if kv_heads % n == 0 or n % kv_heads == 0]
     for pool in context.spec.samplers:
         ranks = pool.parallel.tensor
-        yield relation(
+        yield from relation(
             heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0),
             f"samplers.{pool.name}.parallel.tensor",
             f"{ranks} ranks cannot share {heads} heads and {kv_heads} key/value heads",
@@ -244,13 +240,13 @@ def quantized_pool(context: Context) -> Found:
     for pool in context.spec.samplers:
         if pool.quantization is None:
             continue
-        yield relation(
+        yield from relation(
             pool.hardware.kind != "cpu",
             f"samplers.{pool.name}.quantization",
             f"vLLM does not quantise to {pool.quantization} on CPUs",
             "set it to null",
         )
-        yield relation(
+        yield from relation(
             pool.dtype == "bfloat16",
             f"samplers.{pool.name}.dtype",
             f"{pool.quantization} matrices go with bfloat16 beside them, not {pool.dtype}",
@@ -320,7 +316,7 @@ def evaluation_room(context: Context) -> Found:
         new = evaluation.max_new_tokens
         if pool is None or new is None:
             continue
-        yield relation(
+        yield from relation(
             prompt + new <= pool.max_model_len,
             f"evaluations.{evaluation.name}.max_new_tokens",
             f"{prompt} tokens of a prompt and {new} of an answer, {pool.max_model_len} fit",

@@ -48,7 +48,7 @@ def learning_rate(context: Context) -> Found:
     spec, config = context.spec, context.config
     optimizer, lr, gain = spec.optimizer, spec.optimizer.lr, LORA_GAIN if spec.learner.lora else 1.0
     if config is None and optimizer.kind == "sgd":
-        return None
+        return ()
     width = None if config is None else config.hidden_size
     # The rate that moves a weight by 1.
     unit = gain if config is None else lr / weight_move(spec, config)
@@ -82,13 +82,13 @@ def optimizer_fields(context: Context) -> Found:
     optimizer = context.spec.optimizer
     for name, (tag, users) in USERS.items():
         value, chosen = getattr(optimizer, name), getattr(optimizer, tag)
-        yield relation(
+        yield from relation(
             chosen in users or value == type(optimizer).model_fields[name].default,
             f"optimizer.{name}",
             f"{tag}: {chosen} does not use {name}",
             "remove it",
         )
-    yield relation(
+    yield from relation(
         optimizer.schedule == "constant" or optimizer.decay_updates is not None,
         "optimizer.schedule",
         f"{optimizer.schedule} needs decay_updates, the length of its decay",
@@ -154,7 +154,7 @@ def decay_length(context: Context) -> Found:
     updates = spec.steps * spec.algorithm.updates_per_step
     warmup, decay = optimizer.warmup_updates, optimizer.decay_updates or 0
     if optimizer.schedule == "constant" or updates <= warmup:
-        return None
+        return ()
     return relation(
         warmup + decay <= updates,
         "optimizer.decay_updates",
@@ -193,7 +193,7 @@ def adam_betas(context: Context) -> Found:
     update is 0 / 0 and every one is skipped as not finite.
     """
     for number, beta in enumerate(context.spec.optimizer.betas, start=1):
-        yield relation(
+        yield from relation(
             beta < 1,
             "optimizer.betas",
             f"beta{number} = {beta:g} divides by 1 - beta{number}^n = 0",

@@ -49,7 +49,7 @@ def untrusted_unseeded(context: Context) -> Found:
     its tokens from another model and prefills with the right one (DiFR, arXiv 2511.20621).
     """
     for pool in untrusted_pools(context.spec):
-        yield relation(
+        yield from relation(
             pool.sampling.seeded,
             f"samplers.{pool.name}.sampling.seeded",
             "an untrusted pool must sample by the lease's seed: without it best-of-n cannot be "
@@ -75,7 +75,7 @@ def untrusted_unproven(context: Context) -> Found:
         ("prefill_floor", verify.prefill_floor, "at the best reputation nothing", 0.1),
     ):
         for pool in pools[:1]:
-            yield relation(
+            yield from relation(
                 share != 0.0,
                 f"verify.{name}",
                 f"{what} of the untrusted pool {pool.name} would ever be recomputed",
@@ -95,7 +95,7 @@ def prefill_floor(context: Context) -> Found:
     """
     floor, share = context.spec.verify.prefill_floor, context.spec.verify.prefill_share
     if floor is None:
-        return None
+        return ()
     return relation(
         floor <= share,
         "verify.prefill_floor",
@@ -120,7 +120,7 @@ def unsandboxed_grading(context: Context) -> Found:
     pools = untrusted_pools(context.spec)
     author = f"whoever runs pool {pools[0].name}" if pools else "the model"
     for term in context.spec.reward:
-        yield relation(
+        yield from relation(
             term.kind not in EXECUTING_KINDS or term.sandboxed,
             f"reward.{term.name}.sandboxed",
             f"kind {term.kind} would run, unconfined, what {author} wrote",
@@ -140,7 +140,7 @@ def in_flight_updates(context: Context) -> Found:
     name each token's version, and those rollouts are believed without a prefill.
     """
     for pool in untrusted_pools(context.spec):
-        yield relation(
+        yield from relation(
             not pool.in_flight_updates,
             f"samplers.{pool.name}.in_flight_updates",
             "a validator could not reproduce a rollout that spans two versions",
@@ -159,7 +159,7 @@ def engine_hardware(context: Context) -> Found:
     """
     verify = context.spec.verify
     if verify.engine != "torch" or verify.hardware is None:
-        return None
+        return ()
     return relation(
         not verify.hardware.kind.startswith("tpu"),
         "verify.engine",
@@ -203,7 +203,7 @@ def validator_capacity(context: Context) -> Found:
     spec, count = context.spec, context.spec.verify.validators
     rate, step_s = validator_tokens_per_s(spec, context.config), step_seconds(spec, context.config)
     if not rate or not step_s or count == 0:
-        return None
+        return ()
     arriving = tokens_to_check(spec) / step_s
     return relation(
         count * rate >= arriving,
@@ -346,7 +346,7 @@ def unused_thresholds(context: Context) -> Found:
     """
     present = sorted({precision_of(pool) for pool in context.spec.samplers})
     for limits in context.spec.verify.thresholds:
-        yield relation(
+        yield from relation(
             limits.name in present,
             f"verify.thresholds.{limits.name}",
             f"no pool computes in {limits.name}; there is {', '.join(present)}",
@@ -371,7 +371,7 @@ def thresholds_order(context: Context) -> Found:
             ("gap", "gap_max"),
         ):
             below, above = getattr(limits, low), getattr(limits, high)
-            yield relation(
+            yield from relation(
                 below <= above,
                 f"verify.thresholds.{limits.name}.{low}",
                 f"{below:g} is above {high} = {above:g}",

@@ -6,14 +6,15 @@ Cases are values laid over the specs that the rules' examples extend.
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from runspec.cli.spec_files import located
 from runspec.core.models.parameters import CPU_HEAD_SIZES
+from runspec.core.spec import yaml_nodes
 from runspec.core.spec.findings import format_finding
-from runspec.core.spec.layers import ParsedFiles
 from runspec.core.spec.load import SpecFiles
 from runspec.core.tokenizer_files import TEMPLATE_DATE
 from runspec.lint import check
@@ -267,9 +268,8 @@ SILENT = {
 @pytest.fixture(scope="module", autouse=True)
 def work_done_once():
     """Each file is parsed once."""
-    parsed = ParsedFiles()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "ParsedFiles", lambda: parsed)
+        patch.setattr(yaml_nodes, "parse_yaml", cache(yaml_nodes.parse_yaml))
         yield
 
 

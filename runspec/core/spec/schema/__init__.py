@@ -10,26 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from runspec.core.spec.fields import (
-    HOT,
-    NEWRUN,
-    RESTART,
-    SITE,
-    Block,
-    Count,
-    CountOrZero,
-    Duration,
-    FloatType,
-    Name,
-    Positive,
-    PublicKey,
-    Reached,
-    Share,
-    Steps,
-    StorageQuantity,
-    Unit,
-    VariableName,
-)
+from runspec.core.spec import fields
 from runspec.core.spec.schema.learner import (
     Attention,
     Hardware,
@@ -74,30 +55,30 @@ from runspec.core.spec.schema.training import (
 )
 
 
-class Identity(Block):
+class Identity(fields.Block):
     """Root key that vouches for all signatures of the run."""
 
-    root_public_key: PublicKey | None = None
+    root_public_key: fields.PublicKey | None = None
     """Pinned by everyone; the run's earlier files hold only under the root that they began with.
     Null: the local backend makes a throw-away root."""
 
 
-class Checkpoints(Block):
+class Checkpoints(fields.Block):
     """Full states of the learner, to go on from."""
 
     CHANGE = "restart"
 
-    dir: Annotated[str | None, NEWRUN] = None
+    dir: Annotated[str | None, fields.NEWRUN] = None
     """Where full states and new parameters lie, in a folder of the run's name: a path,
     s3://BUCKET/FOLDER or gs://BUCKET/FOLDER; the run directory when null. All hosts of the learner
     write there. A run would not find those it has made elsewhere, and start from version 0."""
-    every: Steps = 10
+    every: fields.Steps = 10
     """Rollout steps between full states."""
-    keep: Annotated[Count, Unit("states")] = 3
+    keep: Annotated[fields.Count, fields.Unit("states")] = 3
     """Newest states that are kept."""
 
 
-class Storage(Block):
+class Storage(fields.Block):
     """Folders of runs."""
 
     CHANGE = "restart"
@@ -107,7 +88,7 @@ class Storage(Block):
     moves only by hand."""
     scratch: str = "~/.cache/runspec"
     """Folder on each machine for roles that do not share the run directory."""
-    rollouts: Annotated[Count | None, Unit("steps")] = None
+    rollouts: Annotated[fields.Count | None, fields.Unit("steps")] = None
     """Newest steps whose rollouts stay, for people to read; when null those that a learner may
     train again after a restart, which stay in any case."""
     shared: bool = False
@@ -115,7 +96,7 @@ class Storage(Block):
     file system."""
 
 
-class Kubernetes(Block):
+class Kubernetes(fields.Block):
     """Settings of a Kubernetes cluster."""
 
     CHANGE = "restart"
@@ -127,11 +108,11 @@ class Kubernetes(Block):
     or a pool."""
     node_selectors: dict[str, dict[str, str]] = {}
     """Labels that the nodes of a role group must have, beside those of its TPU slice."""
-    namespace: Name = "default"
+    namespace: fields.Name = "default"
     """Namespace of everything that the run makes there."""
     queue: str | None = None
     """Kueue's LocalQueue that admits the run; null: it starts at once."""
-    storage: StorageQuantity = "100Gi"
+    storage: fields.StorageQuantity = "100Gi"
     """Size of the volume of the run directory, and of that of the learner's full states."""
     storage_class: str | None = None
     """StorageClass of the run directory; null: the cluster's default."""
@@ -141,7 +122,7 @@ class Kubernetes(Block):
     """PersistentVolumeClaim with the Hugging Face cache, which every role reads; null: none."""
 
 
-class Metrics(Block):
+class Metrics(fields.Block):
     """Servers of figures for Prometheus: of publisher, learner, validators, evaluator and samplers.
     Coordinator, origin and relays have `/metrics` at their own address, always."""
 
@@ -150,24 +131,24 @@ class Metrics(Block):
     host: str = "127.0.0.1"
     """Address that each of them binds to, on its own machine. Whoever reaches it reads the
     figures. On Kubernetes that of the pod."""
-    base_port: Annotated[int, Field(ge=1024, le=65000), Unit("port")] | None = None
+    base_port: Annotated[int, Field(ge=1024, le=65000), fields.Unit("port")] | None = None
     """First of the consecutive ports, one a process; free ones are chosen when null, and on a site
     29500 is the first."""
 
 
-class Placement(Block):
+class Placement(fields.Block):
     """Backend that starts the roles, and the machines they run on."""
 
     CHANGE = "restart"
 
-    backend: Name = "local"
+    backend: fields.Name = "local"
     """Program that starts and watches the roles: `local` on this machine, `ray` and `kubernetes` on
     a cluster, or a backend that an installed package offers."""
     kubernetes: Kubernetes | None = None
     """The cluster of backend `kubernetes`."""
     address: str = "auto"
     """Address of the Ray cluster, as `ray.init` takes it."""
-    resources: dict[str, dict[str, Positive]] = {}
+    resources: dict[str, dict[str, fields.Positive]] = {}
     """Ray resources that each process of a role group asks for besides its accelerators, by group:
     `trunk`, `learners`, `validators`, relay-<name>, pools."""
     host: str = "127.0.0.1"
@@ -175,13 +156,13 @@ class Placement(Block):
     loopback."""
     url: str | None = None
     """Where workers elsewhere reach the coordinator, as join links say it: a proxy with TLS."""
-    base_port: Annotated[int, Field(ge=1024, le=65000), Unit("port")] | None = None
+    base_port: Annotated[int, Field(ge=1024, le=65000), fields.Unit("port")] | None = None
     """First of the consecutive ports used; free ones are chosen when null."""
     metrics: Metrics | None = None
     """Where roles without a server serve figures for Prometheus; null: nowhere."""
-    restarts: Annotated[CountOrZero, Unit("deaths in a row"), HOT] = 5
+    restarts: Annotated[fields.CountOrZero, fields.Unit("deaths in a row"), fields.HOT] = 5
     """Restarts in a row, without progress between them, after which a dying role stops the run."""
-    devices: dict[str, list[CountOrZero]] = {}
+    devices: dict[str, list[fields.CountOrZero]] = {}
     """Numbers of the accelerators that a role sees, by the role's name in `status`; a role that is
     not named sees all."""
     roles: list[str] | None = None
@@ -191,71 +172,73 @@ class Placement(Block):
     starts the other groups."""
 
 
-class SecretSource(Block):
+class SecretSource(fields.Block):
     """Where a secret's value is when roles start; it is never in a spec."""
 
     CHANGE = "restart"
 
-    env: VariableName
+    env: fields.VariableName
     """Environment variable of whoever applies the spec."""
 
 
-class Secret(Block):
+class Secret(fields.Block):
     """Something that roles need and nobody may read."""
 
     CHANGE = "restart"
 
-    name: VariableName
+    name: fields.VariableName
     """Environment variable of every role."""
     source: Annotated[SecretSource, Field(alias="from")]
     """Where the value is."""
 
 
-class Budget(Block):
+class Budget(fields.Block):
     """Limits of time and cost; a run that reaches one stops and can be resumed."""
 
     CHANGE = "hot"
 
-    max_hours: Annotated[Positive, Unit("hours up, over all sessions")] | None = None
+    max_hours: Annotated[fields.Positive, fields.Unit("hours up, over all sessions")] | None = None
     """Time."""
-    max_cost: Annotated[Positive, Unit("the currency of price_per_hour")] | None = None
+    max_cost: Annotated[fields.Positive, fields.Unit("the currency of price_per_hour")] | None = (
+        None
+    )
     """Hours up, times the prices of all hardware that names one."""
 
 
-class Estimate(Block):
+class Estimate(fields.Block):
     """Measured figures that `runspec plan` uses in place of its own assumptions."""
 
     CHANGE = "hot"
 
-    learner_mfu: Reached | None = None
+    learner_mfu: fields.Reached | None = None
     """Share of the peak FLOP/s that the learner's useful FLOPs reach."""
-    sampler_mfu: Reached | None = None
+    sampler_mfu: fields.Reached | None = None
     """The same of prefill in samplers and validators."""
-    sampler_bandwidth: Reached | None = None
+    sampler_bandwidth: fields.Reached | None = None
     """Share of the memory bandwidth that decoding reaches."""
-    mean_prompt_tokens: Annotated[Positive | None, Unit("tokens")] = None
+    mean_prompt_tokens: Annotated[fields.Positive | None, fields.Unit("tokens")] = None
     """Mean length of a prompt; null: a quarter of data.max_prompt_tokens."""
-    mean_new_tokens: Annotated[Positive | None, Unit("tokens")] = None
+    mean_new_tokens: Annotated[fields.Positive | None, fields.Unit("tokens")] = None
     """Mean length of an output; null: of the targets, or half of max_new_tokens."""
-    filtered_share: Share | None = None
+    filtered_share: fields.Share | None = None
     """Share of the groups that the filters drop."""
-    changed_share: Share | None = None
+    changed_share: fields.Share | None = None
     """Share of the published elements whose bits a version changes; null: 0.01 in bfloat16, more
     where the learning rate is high, and 1 in float32."""
 
 
-class Monitor(Block):
+class Monitor(fields.Block):
     """A tool that gets the run's figures, evaluations, spec, and some of its rollouts."""
 
     CHANGE = "restart"
 
-    name: Name
+    name: fields.Name
     """Names its process, monitor-<name>, and its folder in the run directory."""
-    kind: Name
+    kind: fields.Name
     """`tensorboard`, `wandb`, `trackio`, or a kind that an installed package offers."""
     dir: str | None = None
     """Folder of the tool's files; null: monitors/<name> in the run directory."""
-    project: Name = "runspec"
+    project: fields.Name = "runspec"
     """For `wandb` and `trackio`: project that the run is part of."""
     mode: Literal["online", "offline"] = "online"
     """For `wandb`: `offline` writes files, which `wandb sync` sends later."""
@@ -263,7 +246,7 @@ class Monitor(Block):
     """For `trackio`: interpreter of the environment in which it is installed."""
     params: dict[str, Any] = {}
     """Settings of a kind that an installed package offers."""
-    deadline: Duration = 60.0
+    deadline: fields.Duration = 60.0
     """Longest time that a call of the tool may take, and that the end of a trained run waits until
     everything is sent."""
 
@@ -273,18 +256,18 @@ SUPERVISED = ("pretrain", "sft")
 """Kinds of `algorithm` that train on documents."""
 
 
-class RunSpec(Block):
+class RunSpec(fields.Block):
     """Description of one run. See `docs/spec.md`."""
 
-    version: Annotated[Literal["runspec/v1"], RESTART]
+    version: Annotated[Literal["runspec/v1"], fields.RESTART]
     """Version of the schema; there is one."""
     kind: Literal["Run"] = "Run"
     """`Run`; a file of kind `Placement` holds the part that is a site's."""
-    name: Name
+    name: fields.Name
     """Names the run, its directory and its messages."""
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     """Every draw follows from it."""
-    steps: Annotated[Steps, RESTART]
+    steps: Annotated[fields.Steps, fields.RESTART]
     """Steps; step s trains policy version s into s + 1. It may only be raised."""
     model: Model
     """The policy."""
@@ -306,7 +289,7 @@ class RunSpec(Block):
     """For `grpo`: what policy versions are evaluated on; merged by name over the layers."""
     evaluator: Evaluator = Evaluator()
     """For `grpo`: the process that evaluates, where there are evaluations."""
-    monitors: Annotated[list[Monitor], SITE] = []
+    monitors: Annotated[list[Monitor], fields.SITE] = []
     """Tools that the run logs to; merged by name over the layers."""
     broadcast: Broadcast = Broadcast()
     """How policy versions travel."""
@@ -314,17 +297,17 @@ class RunSpec(Block):
     """For `grpo`: checks of what workers send."""
     identity: Identity = Identity()
     """Root key that vouches for all signatures of the run."""
-    checkpoints: Annotated[Checkpoints, SITE] = Checkpoints()
+    checkpoints: Annotated[Checkpoints, fields.SITE] = Checkpoints()
     """Full states of the learner."""
-    storage: Annotated[Storage, SITE] = Storage()
+    storage: Annotated[Storage, fields.SITE] = Storage()
     """Folders of runs."""
-    placement: Annotated[Placement, SITE] = Placement()
+    placement: Annotated[Placement, fields.SITE] = Placement()
     """Backend that starts the roles, and the machines they run on."""
-    secrets: Annotated[list[Secret], SITE] = []
+    secrets: Annotated[list[Secret], fields.SITE] = []
     """Environment variables of the roles; merged by name."""
-    budget: Annotated[Budget, SITE] = Budget()
+    budget: Annotated[Budget, fields.SITE] = Budget()
     """Limits of time and cost."""
-    estimate: Annotated[Estimate, SITE] = Estimate()
+    estimate: Annotated[Estimate, fields.SITE] = Estimate()
     """Measured figures for `runspec plan`."""
 
     @model_validator(mode="before")

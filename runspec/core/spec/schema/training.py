@@ -9,52 +9,37 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from runspec.core.spec.fields import (
-    RESTART,
-    SITE,
-    Block,
-    Count,
-    CountOrZero,
-    Duration,
-    Name,
-    NonNegative,
-    Positive,
-    Rollouts,
-    Share,
-    Tokens,
-    Unit,
-    Updates,
-)
+from runspec.core.spec import fields
 
 
-class ModelShape(Block):
+class ModelShape(fields.Block):
     """Shape of a model that the run makes itself, in the words of a Hugging Face config.json."""
 
     model_type: Literal["qwen2", "qwen3", "llama", "mistral"]
     """Architecture: qwen2 has biases on q, k and v, qwen3 norms on q and k."""
-    vocab_size: Annotated[Count, Unit("tokens")]
+    vocab_size: Annotated[fields.Count, fields.Unit("tokens")]
     """Rows of the embedding and of the output head."""
-    hidden_size: Annotated[Count, Unit("features")]
+    hidden_size: Annotated[fields.Count, fields.Unit("features")]
     """Width of the residual stream."""
-    intermediate_size: Annotated[Count, Unit("features")]
+    intermediate_size: Annotated[fields.Count, fields.Unit("features")]
     """Width of the MLP."""
-    num_hidden_layers: Annotated[Count, Unit("layers")]
+    num_hidden_layers: Annotated[fields.Count, fields.Unit("layers")]
     """Decoder layers."""
-    num_attention_heads: Annotated[Count, Unit("heads")]
+    num_attention_heads: Annotated[fields.Count, fields.Unit("heads")]
     """Query heads."""
-    num_key_value_heads: Annotated[Count, Unit("heads")]
+    num_key_value_heads: Annotated[fields.Count, fields.Unit("heads")]
     """Key and value heads; each serves an equal share of the query heads."""
-    head_dim: Annotated[Count | None, Unit("features")] = None
+    head_dim: Annotated[fields.Count | None, fields.Unit("features")] = None
     """Size of a head; hidden_size / num_attention_heads when null."""
-    rope_theta: Positive = 10000.0
+    rope_theta: fields.Positive = 10000.0
     """Base of the rotary frequencies."""
-    rms_norm_eps: Positive = 1e-6
+    rms_norm_eps: fields.Positive = 1e-6
     """Added to the mean square in every norm."""
     tie_word_embeddings: bool = False
     """Whether the output head is the embedding."""
 
 
-class Tokenizer(Block):
+class Tokenizer(fields.Block):
     """Another tokenizer than the model's own; it must be of the model's vocabulary."""
 
     hf: str
@@ -63,7 +48,7 @@ class Tokenizer(Block):
     """Commit of the repository."""
 
 
-class Model(Block):
+class Model(fields.Block):
     """The policy: a Hugging Face model, or a shape whose weights the warm start makes."""
 
     hf: str | None = None
@@ -72,53 +57,53 @@ class Model(Block):
     """Commit of the repository."""
     shape: ModelShape | None = None
     """Shape of a model made from nothing; exactly one of `hf` and `shape`."""
-    max_context: Tokens
+    max_context: fields.Tokens
     """Longest sequence that the model's positions cover."""
     tokenizer: Tokenizer | None = None
     """Every role takes the tokenizer and chat template from the policy version; null: they are
     the model's own."""
 
 
-class WarmStart(Block):
+class WarmStart(fields.Block):
     """Supervised steps on generated traces, before version 0 exists. Cached by digest."""
 
-    lr: Positive = 3e-3
+    lr: fields.Positive = 3e-3
     """Learning rate after the warm-up."""
-    beta2: Share = 0.98
+    beta2: fields.Share = 0.98
     """Decay of the mean of squared gradients."""
-    clip_norm: Positive = 1.0
+    clip_norm: fields.Positive = 1.0
     """Largest global gradient norm."""
-    warmup_updates: Annotated[CountOrZero, Unit("optimizer updates")] = 30
+    warmup_updates: Annotated[fields.CountOrZero, fields.Unit("optimizer updates")] = 30
     """The learning rate grows linearly over these."""
-    max_updates: Updates = 600
+    max_updates: fields.Updates = 600
     """A start that has not reached its mark after these is an error."""
-    sequences: Annotated[Count, Unit("traces")] = 64
+    sequences: Annotated[fields.Count, fields.Unit("traces")] = 64
     """Traces an update."""
-    answer_weight: Positive = 5.0
+    answer_weight: fields.Positive = 5.0
     """Loss weight of the answer's tokens; the thinking weighs 1."""
-    obey_share: Share = 0.3
+    obey_share: fields.Share = 0.3
     """Share of traces whose length is the one asked for."""
-    stop_answer_probability: Share = 0.3
+    stop_answer_probability: fields.Share = 0.3
     """Stops once the held-out teacher-forced probability of the answer reaches this."""
-    evaluate_every: Updates = 10
+    evaluate_every: fields.Updates = 10
     """Updates between looks at the held-out traces."""
 
 
-class SolveRate(Block):
+class SolveRate(fields.Block):
     """Offline filter: keeps problems whose recorded solve rate lies in [min, max]."""
 
     field: str
     """Column of the solve rate."""
-    min: Share = 0.0
+    min: fields.Share = 0.0
     """Least rate kept."""
-    max: Share = 1.0
+    max: fields.Share = 1.0
     """Largest rate kept."""
 
 
-class Source(Block):
+class Source(fields.Block):
     """Where problems or documents come from."""
 
-    name: Name
+    name: fields.Name
     """Names the source in findings and overlays."""
     kind: str
     """Problems: `jsonl`, `parquet`, `hf_dataset`, `gsm8k`, `livecodebench`, `reasoning_gym`, or a
@@ -140,20 +125,20 @@ class Source(Block):
     `reads`, `length` and `seed`."""
     task_types: dict[str, str] = {}
     """Reward kinds by the task types that the rows say, where the two differ."""
-    size: Annotated[Count, Unit("problems")] | None = None
+    size: Annotated[fields.Count, fields.Unit("problems")] | None = None
     """How many problems a generator makes."""
     solve_rate: SolveRate | None = None
     """Offline filter by recorded solve rate."""
     train: bool = True
     """For `grpo`: whether the run trains on its problems; at false only evaluations ask them."""
-    weight: Positive = 1.0
+    weight: fields.Positive = 1.0
     """For `pretrain` and `sft`: weight of each of its tokens in the loss."""
 
 
-class Data(Block):
+class Data(fields.Block):
     """Problems, and how they are put to the policy; or documents."""
 
-    max_prompt_tokens: Tokens = 2048
+    max_prompt_tokens: fields.Tokens = 2048
     """Longer prompts are left out, everywhere the same."""
     length_prompt: str = "Think for {target} tokens before giving a response."
     """Appended to the problem; `{target}` is the target length in tokens."""
@@ -173,42 +158,42 @@ class Data(Block):
     """Merged by name over the layers."""
 
 
-class Reward(Block):
+class Reward(fields.Block):
     """One term of the reward, a plug-in by `kind`."""
 
-    name: Name
+    name: fields.Name
     """Names the term in findings and overlays."""
     kind: str
     """`reasoning_gym`, `math`, `code`, `target_length` or what an installed package offers."""
-    timeout: Annotated[Duration | None, RESTART] = None
+    timeout: Annotated[fields.Duration | None, fields.RESTART] = None
     """Longest time that grading one answer may take; null takes the kind's own: 60 s for `code`,
     else 10 s."""
-    sandboxed: Annotated[bool, RESTART] = True
+    sandboxed: Annotated[bool, fields.RESTART] = True
     """Whether a grader that runs what the model wrote (`code`) must do so in a sandbox. At false
     it also runs on machines where none works, in runs whose pools are all trusted."""
     form: Literal["exact", "max", "clip"] | None = None
     """For `target_length`: how length enters the reward."""
-    alpha: Annotated[NonNegative | None, Unit("reward a token")] = None
+    alpha: Annotated[fields.NonNegative | None, fields.Unit("reward a token")] = None
     """For `target_length`: reward lost a token of distance."""
-    targets: list[Tokens] | None = None
+    targets: list[fields.Tokens] | None = None
     """For `target_length`: the lengths asked for, the end token included; one a group."""
 
 
-class Clip(Block):
+class Clip(fields.Block):
     """Bounds of the two-sided surrogate."""
 
-    eps_low: Positive = 0.2
+    eps_low: fields.Positive = 0.2
     """The ratio counts down to 1 - eps_low."""
-    eps_high: Positive = 0.2
+    eps_high: fields.Positive = 0.2
     """The ratio counts up to 1 + eps_high."""
-    delta: Positive | None = 4.0
+    delta: fields.Positive | None = 4.0
     """Upper bound of the ratio where the advantage is negative; null is off."""
 
 
-class Kl(Block):
+class Kl(fields.Block):
     """Penalty on leaving the reference policy."""
 
-    coef: NonNegative = 0.001
+    coef: fields.NonNegative = 0.001
     """beta, its weight in the loss; 0 is off."""
     estimator: Literal["k3"] = "k3"
     """exp(d) - d - 1 with d = log pi_ref - log pi_theta."""
@@ -216,44 +201,44 @@ class Kl(Block):
     """The reference policy: `initial` is version 0. Null: initial where coef is above 0."""
 
 
-class Advantage(Block):
+class Advantage(fields.Block):
     """How rewards of a group become advantages."""
 
     normalize: Literal["std", "task", "none"] = "std"
     """`std` divides by the group's standard deviation, `task` does so for the task part alone."""
 
 
-class Importance(Block):
+class Importance(fields.Block):
     """Correction from the sampler's policy to pi_old."""
 
-    cap: Positive | None = None
+    cap: fields.Positive | None = None
     """Truncated importance weight min(pi_old / mu, cap); null is off."""
 
 
-class Filters(Block):
+class Filters(fields.Block):
     """Which groups are not trained on."""
 
     zero_variance: bool = True
     """Groups whose re-graded task rewards are all equal."""
 
 
-class Fill(Block):
+class Fill(fields.Block):
     """When a step is full, and what happens when it does not fill."""
 
     CHANGE = "restart"
 
-    max_groups: Annotated[float, Field(ge=1.0), Unit("times the groups needed")] = 4.0
+    max_groups: Annotated[float, Field(ge=1.0), fields.Unit("times the groups needed")] = 4.0
     """Leases known workers at most this many times the groups needed."""
-    min_share: Share = 0.5
+    min_share: fields.Share = 0.5
     """A step that cannot fill closes with at least this share of its groups."""
-    deadline: Duration = 5400.0
+    deadline: fields.Duration = 5400.0
     """Time from opening a step until it closes as soon as it has `min_share` of its groups."""
 
 
-class Algorithm(Block):
+class Algorithm(fields.Block):
     """What a step of a run trains on, and by which loss; `kind` says which of them it is."""
 
-    updates_per_step: Annotated[Count, Unit("optimizer updates")] = 8
+    updates_per_step: Annotated[fields.Count, fields.Unit("optimizer updates")] = 8
     """Optimizer updates of a step, 1 by default for `pretrain` and `sft`. For `grpo`: a step's
     rollouts are cut into so many batches."""
 
@@ -265,11 +250,11 @@ class Grpo(Algorithm):
     """`grpo`: group-relative policy optimisation, of which GSPO, CISPO, DAPO and Dr. GRPO are
     settings. `pretrain`: cross entropy on all tokens of documents. `sft`: cross entropy on what
     the assistant says in conversations."""
-    prompts_per_step: Annotated[Count, Unit("groups")] = 256
+    prompts_per_step: Annotated[fields.Count, fields.Unit("groups")] = 256
     """Problems a rollout step."""
-    group_size: Rollouts = 16
+    group_size: fields.Rollouts = 16
     """Samples of each problem, compared with one another."""
-    async_level: Annotated[CountOrZero, Unit("steps")] = 2
+    async_level: Annotated[fields.CountOrZero, fields.Unit("steps")] = 2
     """Largest lag: training step minus the policy version that sampled."""
     ratio: Literal["token", "sequence"] = "token"
     """`sequence`: every token takes the geometric mean of its sequence's ratios (GSPO)."""
@@ -279,7 +264,7 @@ class Grpo(Algorithm):
     """Bounds of the ratio."""
     kl: Kl = Kl()
     """Penalty on leaving the reference policy."""
-    entropy_coef: NonNegative = 1e-4
+    entropy_coef: fields.NonNegative = 1e-4
     """c_H, the weight of the entropy in the loss."""
     advantage: Advantage = Advantage()
     """How rewards of a group become advantages."""
@@ -295,34 +280,34 @@ class Grpo(Algorithm):
     """When a step is full."""
 
 
-class ZLoss(Block):
+class ZLoss(fields.Block):
     """Penalty that keeps the logits near zero."""
 
     kind: Literal["max_logit", "logsumexp"] = "logsumexp"
     """`logsumexp`: coef (log sum_v exp z_v)^2 at each trained token (PaLM). `max_logit`: coef
     (max_v z_v)^2 (METAGENE-1)."""
-    coef: NonNegative = 0.0
+    coef: fields.NonNegative = 0.0
     """Weight of the penalty; 0 is off."""
 
 
-class HeldOut(Block):
+class HeldOut(fields.Block):
     """Documents that a supervised run never trains on."""
 
-    tokens: Annotated[CountOrZero, Unit("tokens")] = 65536
+    tokens: Annotated[fields.CountOrZero, fields.Unit("tokens")] = 65536
     """Tokens in these documents, about; the seed chooses them. 0: none."""
-    every: Annotated[Count, Unit("steps"), RESTART] = 10
+    every: Annotated[fields.Count, fields.Unit("steps"), fields.RESTART] = 10
     """Steps between two measurements of their loss; the last step has one too."""
 
 
 class Supervised(Algorithm):
     """Cross entropy over packed documents."""
 
-    updates_per_step: Annotated[Count, Unit("optimizer updates")] = 1
+    updates_per_step: Annotated[fields.Count, fields.Unit("optimizer updates")] = 1
     """Optimizer updates of a step."""
-    tokens_per_update: Tokens
+    tokens_per_update: fields.Tokens
     """Positions of an update, padding included; a multiple of `learner.packing.tokens` x
     `learner.packing.rows`."""
-    publish_every: Annotated[Count, Unit("steps"), RESTART] = 1
+    publish_every: Annotated[fields.Count, fields.Unit("steps"), fields.RESTART] = 1
     """Steps between two published versions; the last step has one too."""
     z_loss: ZLoss = ZLoss()
     """Penalty that keeps the logits near zero."""
@@ -363,7 +348,7 @@ AnyAlgorithm = Annotated[
 """One of the algorithms, chosen by `kind`."""
 
 
-class Optimizer(Block):
+class Optimizer(fields.Block):
     """The update rule and its learning rate.
 
     A field that `kind` or `schedule` does not use keeps its default; the linter refuses others.
@@ -372,28 +357,28 @@ class Optimizer(Block):
     kind: Literal["adamw", "sgd", "muon"] = "adamw"
     """`adamw`; `sgd`, with Nesterov momentum; `muon` for the layers' matrices, with adamw for all
     else."""
-    lr: Positive
+    lr: fields.Positive
     """Learning rate after the warm-up."""
-    betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
+    betas: Annotated[tuple[fields.Share, fields.Share], Field(strict=False)] = (0.9, 0.95)
     """For `adamw` and `muon`: decays of the means of the gradient and of its square."""
-    eps: Positive = 1e-8
+    eps: fields.Positive = 1e-8
     """For `adamw` and `muon`: added to the root of the second mean."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     """For `sgd` and `muon`: decay of the sum, or the mean, of gradients."""
-    weight_decay: NonNegative = 0.0
+    weight_decay: fields.NonNegative = 0.0
     """Decoupled decay a unit of learning rate."""
-    clip_norm: Positive = 1.0
+    clip_norm: fields.Positive = 1.0
     """Largest global gradient norm."""
-    warmup_updates: Annotated[CountOrZero, Unit("optimizer updates")] = 0
+    warmup_updates: Annotated[fields.CountOrZero, fields.Unit("optimizer updates")] = 0
     """The learning rate grows linearly over these."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """The learning rate after the warm-up: `linear` and `cosine` decay at once, `wsd` stays
     constant and decays linearly in the last `decay_updates` of the run."""
-    decay_updates: Annotated[Count | None, Unit("optimizer updates")] = None
+    decay_updates: Annotated[fields.Count | None, fields.Unit("optimizer updates")] = None
     """For `linear`, `cosine` and `wsd`: updates from `lr` down to `final_lr`."""
-    final_lr: NonNegative = 0.0
+    final_lr: fields.NonNegative = 0.0
     """For `linear`, `cosine` and `wsd`: learning rate after the decay."""
-    max_skipped: Annotated[CountOrZero, Unit("optimizer updates"), RESTART] = 3
+    max_skipped: Annotated[fields.CountOrZero, fields.Unit("optimizer updates"), fields.RESTART] = 3
     """Updates in a row whose loss or gradient is not finite that are skipped; one more stops."""
-    offload: Annotated[bool, RESTART, SITE] = False
+    offload: Annotated[bool, fields.RESTART, fields.SITE] = False
     """Keeps the moments in the host's memory between updates."""

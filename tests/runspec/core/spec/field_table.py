@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from runspec.core.spec.field_docs import block_doc, counted_type, default_words, field_doc
-from runspec.core.spec.schema import Block
+from runspec.core.spec.fields import Block
 from runspec.core.spec.schema_fields import SchemaField, fields_in, schema_fields
 
 BEGIN, END = "<!-- fields -->\n", "<!-- end of fields -->\n"

@@ -222,7 +222,7 @@ def test_ambiguous_scalars_are_found_with_what_to_write(tmp_path, overlay, sever
     assert (finding.severity, finding.path) == (severity, path)
     assert (finding.fix.text if finding.fix else None) == fixed
     if finding.fix is not None:
-        written = finding.source[finding.fix.start - 1 : finding.fix.end - 1]
+        written = finding.place.source[finding.fix.start - 1 : finding.fix.end - 1]
         assert written == overlay.rpartition(": ")[2].rstrip("}")
 
 
