@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from broadcast.manifest import WeightsManifest
-from runspec.core.metrics import counter, gauge
+from runspec.core.http_server import counter, gauge
 
 STAGES = ("export", "compare", "publish")
 

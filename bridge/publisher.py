@@ -28,8 +28,8 @@ from broadcast.manifest import WeightsManifest, open_manifest
 from broadcast.store import DELTA_NAME, prune, publish, refresh_latest
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers
-from runspec.core.latest import RESIGN_EVERY_S
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
+from runspec.core.roles import RESIGN_EVERY_S
 from runspec.core.run_files import (
     PARAMS_NAME,
     clear_unfinished,

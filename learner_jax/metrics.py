@@ -16,7 +16,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from runspec.core.errors import UserError
-from runspec.core.metrics import counter, gauge
+from runspec.core.http_server import counter, gauge
 
 _BLOCK = 64 * 1024
 

@@ -27,8 +27,8 @@ import numpy as np
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
 from runspec.core.process import not_retried
-from runspec.core.spec.plugins import PREFILL_GROUP
 from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.source_files import PREFILL_GROUP
 from verify.truncation import Choices, Truncation
 
 TASK_GROUP = "runspec.tasks"

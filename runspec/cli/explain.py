@@ -32,7 +32,6 @@ from runspec.core.spec.field_docs import (
     type_words,
 )
 from runspec.core.spec.fields import CHANGE_CLASSES
-from runspec.core.spec.plugins import MONITOR_GROUP, REWARD_GROUP, SOURCE_GROUP
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.schema_fields import (
     SchemaField,
@@ -42,6 +41,7 @@ from runspec.core.spec.schema_fields import (
     named_item,
     schema_fields,
 )
+from runspec.core.spec.source_files import MONITOR_GROUP, REWARD_GROUP, SOURCE_GROUP
 from runspec.lint.registry import RULES, Group, Rule
 
 _KINDS = {

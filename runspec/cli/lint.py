@@ -62,7 +62,7 @@ def _fixed(
     checked: CheckedFiles, codes: frozenset[str], specs: Sequence[SpecFiles]
 ) -> CheckedFiles:
     """Writes what can be mended and checks again, until nothing more can be."""
-    from runspec.lint.fix import fix_texts, write_fixed
+    from runspec.lint.formats import fix_texts, write_fixed
 
     for _ in range(MAX_ROUNDS):
         fixed = fix_texts(checked.findings, checked.texts)

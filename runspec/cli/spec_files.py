@@ -15,8 +15,8 @@ from runspec.core.spec.load import SpecFiles, with_profiles
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import whole_uri
 from runspec.lint.check import check_spec
+from runspec.lint.registry import TokenizerFiles
 from runspec.lint.rules.data import thinking_of
-from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.local.machine import find_tokenizer
 from runspec.lock.cache import is_repository
 from runspec.lock.pins import require_lock

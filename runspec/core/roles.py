@@ -1,6 +1,8 @@
-"""roles.json and invitations: documents that say which keys may do what in a run.
+"""roles.json and invitations, which say what keys may do in a run, and latest.json.
 
 roles.json has the keys of the roles and of the learner islands, signed by the root key.
+
+latest.json is the publisher's short-lived statement of the newest policy version.
 
 A holder of an invite may register a limited number of keys for a limited time. An invite has its
 own key, which a document signed by the coordinator names. Its secret travels only in the join link
@@ -294,3 +296,48 @@ def open_invite(
     if shown.payload != {"worker": worker}:
         raise signed.BadSignature("invite: the proof is for another key")
     return invite
+
+
+LATEST = "latest"
+MAX_LATEST_BYTES = 4 * 1024
+VALID_S = 600.0
+RESIGN_EVERY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Latest:
+    """The newest published version; times are seconds since the epoch."""
+
+    __pydantic_config__ = signed.STRICT
+
+    run: str
+    version: signed.Natural
+    manifest_digest: signed.Digest
+    issued: signed.Time
+    expires: signed.Time
+
+
+_CODEC_OF_LATEST = TypeAdapter(Latest)
+
+
+def sign_latest(run: str, version: int, manifest_digest: str, key: signed.SigningKey) -> bytes:
+    now = time.time()
+    return signed.sign_document(
+        LATEST, asdict(Latest(run, version, manifest_digest, now, now + VALID_S)), key
+    )
+
+
+def open_latest(data: bytes, *, run: str, publishers: Collection[str]) -> Latest:
+    """Check a latest.json.
+
+    Raises:
+        BadSignature: not signed by a publisher, of another run, expired, from the future, or
+            malformed.
+    """
+    latest, _ = signed.open_payload(
+        _CODEC_OF_LATEST, data, kind=LATEST, keys=publishers, max_bytes=MAX_LATEST_BYTES
+    )
+    if latest.run != run:
+        raise signed.BadSignature(f"latest: of run {latest.run[:80]!r}, not {run!r}")
+    check_times(LATEST, latest.issued, latest.expires, time.time())
+    return latest

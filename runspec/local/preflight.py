@@ -20,10 +20,9 @@ from runspec.core.run_files import checkpoints_folder, numbered, state_folder, v
 from runspec.core.spec import role_names
 from runspec.core.spec.load import FILE_NAME as SPEC_FILE
 from runspec.core.spec.load import load_resolved
-from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.role_names import evaluator_pool, island_names, island_spec
 from runspec.core.spec.schema import Hardware, Mesh, RunSpec
-from runspec.core.spec.source_files import source_files
+from runspec.core.spec.source_files import missing_plugins, source_files
 from runspec.estimate.broadcast import version_size
 from runspec.estimate.learner import moment_elements
 from runspec.lint.rules.samplers import unsupported_heads

@@ -13,9 +13,8 @@ from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
 from runspec.core.files import expand_user
 from runspec.core.spec import lock_file
-from runspec.core.spec.plugins import SOURCE_GROUP
 from runspec.core.spec.schema import RunSpec, Source
-from runspec.core.spec.source_files import source_files, whole_uri
+from runspec.core.spec.source_files import SOURCE_GROUP, source_files, whole_uri
 from runspec.lock.cache import COMMIT, Repository, is_repository, snapshot
 
 HUB_DATA = "hf://datasets/"

@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Literal, Protocol
 from runspec.core.canonical import hash_parts
 from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
-from runspec.core.spec.plugins import REWARD_GROUP, SOURCE_GROUP, installed_kinds
 from runspec.core.spec.schema import Reward, Source
+from runspec.core.spec.source_files import REWARD_GROUP, SOURCE_GROUP, installed_kinds
 from verify.plugins import Problem
 
 Part = Literal["train", "held_out", "over_long"]

@@ -24,8 +24,8 @@ from runspec.core.models.config import read_config
 from runspec.core.process import run_role
 from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec.load import MAX_PROFILE_BYTES, load_resolved
-from runspec.core.spec.plugins import PREFILL_GROUP
 from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.source_files import PREFILL_GROUP
 from verify import profile as form
 from verify.calibration.derive import as_table, derive
 from verify.calibration.measure import (

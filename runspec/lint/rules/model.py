@@ -10,8 +10,16 @@ from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import model_names, named_model
 from runspec.core.models.parameters import matrix_shapes
 from runspec.core.spec.source_files import column_of
-from runspec.lint.registry import Context, Found, Violation, divisors, model_rule, relation, rule
-from runspec.lint.tokenizer_files import TokenizerFiles
+from runspec.lint.registry import (
+    Context,
+    Found,
+    TokenizerFiles,
+    Violation,
+    divisors,
+    model_rule,
+    relation,
+    rule,
+)
 from runspec.lock.cache import is_on_hub, require_files
 
 PADDING = 0.01

@@ -21,9 +21,13 @@ from tokenizers import Tokenizer
 
 from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles, dump_resolved
-from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.schema import Evaluation, RunSpec, SolveRate
-from runspec.core.spec.source_files import compare_data_digests, data_digest, source_files
+from runspec.core.spec.source_files import (
+    compare_data_digests,
+    data_digest,
+    missing_plugins,
+    source_files,
+)
 from runspec.lint.check import check_spec
 from sampler.tasks.check import check
 from sampler.tasks.sources import file_source

@@ -18,7 +18,7 @@ from aiohttp import web
 from prometheus_client.core import Metric
 
 from runspec.core.canonical import is_digest
-from runspec.core.metrics import counter, gauge
+from runspec.core.http_server import counter, gauge
 from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
 from verify.coordinator.edge.requests import MAX_WAIT_S, Refusal, read_body, refusing, send_file
