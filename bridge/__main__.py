@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runspec.core.errors import UserError
-from runspec.core.object_store import folder_at
+from runspec.core.files import folder_at
 from runspec.core.process import run_role, stop_event
 
 

@@ -34,10 +34,9 @@ from bridge.safetensors_io import (
 from bridge.tensors import copy_into, dtype_named
 from bridge.weight_map import MAX_SHARD_BYTES, Shapes, hf_shapes, plan_shards, weight_map
 from bridge.weight_map import Path as LeafPath
-from runspec.core.files import read_bounded
+from runspec.core.files import Folder, last_file, read_bounded
 from runspec.core.models.config import CONFIG_NAME, ModelConfig, read_config
 from runspec.core.models.family import load_config
-from runspec.core.object_store import Folder, last_file
 
 PROBE_NAME = "probe.json"
 MAX_PROBE_BYTES = 64 * 1024 * 1024

@@ -28,8 +28,7 @@ from learner_jax.step import Programs, TrainState
 from learner_jax.versions import VersionWriter, differences
 from runspec.core.canonical import canonical_json, digest_bytes, digest_file
 from runspec.core.errors import UserError
-from runspec.core.files import temporary_name, write_atomic
-from runspec.core.object_store import Folder
+from runspec.core.files import Folder, temporary_name, write_atomic
 from runspec.core.run_files import (
     clear_unfinished,
     initial_model,

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 from learner_jax.distributed import Peers
 from learner_jax.metrics import Rows
+from runspec.core.files import Folder
 from runspec.core.models.config import ModelConfig
-from runspec.core.object_store import Folder
 from runspec.core.run_files import corpus_cache, outer_folder, params_folder, state_folder
 from runspec.core.signed import SigningKey
 from runspec.core.spec.role_names import island_names, island_spec

@@ -20,7 +20,7 @@ import tensorstore as ts
 from bridge.orbax_io import CHUNK_BYTES, TREE_NAME, leaf_paths, leaf_spec, write_metadata
 from learner_jax.saver import DEADLINE_S
 from runspec.core.errors import UserError
-from runspec.core.object_store import ObjectPath
+from runspec.core.files import ObjectPath
 
 _CODECS = [
     {"name": "bytes", "configuration": {"endian": "little"}},

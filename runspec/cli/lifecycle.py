@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from runspec.core.errors import BadUsage, UserError
-from runspec.core.object_store import Folder
+from runspec.core.files import Folder
 from runspec.core.run_files import checkpoints_folder
 from runspec.core.spec.load import load_resolved
 from runspec.local.backend import end_leftovers

@@ -31,9 +31,17 @@ from runspec.local.run_dir import run_directory
 from runspec.local.site import ANY_MACHINE, BUNDLES, Disk, groups_of
 from runspec.local.supervisor import readers_names
 from runspec.plan.aot import AotReport, compile_step
-from runspec.plan.changes import LIVE, Change, of_class, roles_to_restart, severest, shown
+from runspec.plan.changes import (
+    LIVE,
+    Change,
+    SavedPlan,
+    of_class,
+    roles_to_restart,
+    save_plan,
+    severest,
+    shown,
+)
 from runspec.plan.estimate import RunEstimate, estimate_run
-from runspec.plan.saved import SavedPlan, save_plan
 
 EXIT_CHANGES = 6
 _MARKS = {"add": ("+", "green"), "change": ("~", "yellow"), "remove": ("-", "red")}

@@ -20,7 +20,7 @@ from runspec.lint.rules.data import thinking_of
 from runspec.local.machine import find_tokenizer
 from runspec.lock.cache import is_repository
 from runspec.lock.pins import require_lock
-from runspec.plan.saved import read_plan
+from runspec.plan.changes import read_plan
 
 
 def located(spec: RunSpec, folder: Path) -> RunSpec:

@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from runspec.core.canonical import digest_file
-from runspec.core.files import read_object, remove_leftovers
-from runspec.core.object_store import Folder, ObjectPath, folder_at, last_file
+from runspec.core.files import (
+    Folder,
+    ObjectPath,
+    folder_at,
+    last_file,
+    read_object,
+    remove_leftovers,
+)
 from runspec.core.spec.schema import RunSpec
 
 METRICS_FILE = "metrics.jsonl"

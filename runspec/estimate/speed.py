@@ -11,7 +11,7 @@ second term alone. Measured speeds (`tokens_per_s` of a pool and of the validato
 
 The learner takes (useful + old + reference + held-out FLOPs) / (devices x P x mfu), at the mean
 length. The mfu already counts the time that remat takes (`runspec.core.models.parameters`). Islands
-exchange shares besides (`runspec.estimate.islands`).
+exchange shares besides (`runspec.estimate.broadcast`).
 
 A whole step takes at least
 
@@ -42,7 +42,7 @@ from runspec.core.models.parameters import MAX_SEQUENCES, MEMORY_UTILIZATION, WI
 from runspec.core.spec.role_names import island_names, island_spec
 from runspec.core.spec.schema import Hardware, RunSpec, SamplerPool
 from runspec.estimate import assumed
-from runspec.estimate.islands import exchange
+from runspec.estimate.broadcast import exchange
 
 
 @dataclass(frozen=True)

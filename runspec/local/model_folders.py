@@ -18,9 +18,8 @@ from broadcast.store import TENSORS_NAME
 from runspec.core import run_files
 from runspec.core.canonical import MalformedJson, digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.files import new_directory, read_bounded
+from runspec.core.files import Folder, new_directory, read_bounded
 from runspec.core.models.family import load_config
-from runspec.core.object_store import Folder
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.registry import TokenizerFiles

@@ -28,8 +28,14 @@ from pathlib import Path
 from runspec.core import run_files
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded, remove_leftovers, temporary_name, write_atomic
-from runspec.core.object_store import Folder, ObjectPath
+from runspec.core.files import (
+    Folder,
+    ObjectPath,
+    read_bounded,
+    remove_leftovers,
+    temporary_name,
+    write_atomic,
+)
 from runspec.core.spec.load import load_resolved, spec_digest
 from runspec.core.spec.role_names import island_names, step_overlap
 from runspec.core.spec.schema import RunSpec

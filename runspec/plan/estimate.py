@@ -14,9 +14,16 @@ from runspec.core.spec.role_names import island_names, island_spec
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate import assumed, speed
 from runspec.estimate.assumed import Assumed
-from runspec.estimate.broadcast import Arrival, VersionSize, arrivals, version_size
+from runspec.estimate.broadcast import (
+    Arrival,
+    IslandEstimate,
+    IslandsEstimate,
+    VersionSize,
+    arrivals,
+    exchange,
+    version_size,
+)
 from runspec.estimate.inputs import Cost, check_tokens_per_s, cost, inputs
-from runspec.estimate.islands import IslandEstimate, IslandsEstimate, exchange
 from runspec.estimate.learner import LearnerMemory, learner_memory, update_microbatches
 from runspec.simulate import model
 from runspec.simulate.run import simulate

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from itertools import chain
 
-from runspec.simulate.fleet import Content
 from runspec.simulate.model import Clock, Interval, Lengths, Model
+from runspec.simulate.population import Content
 from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.stalls import Stalled
 from verify.coordinator.machine.state import LeaseRecord, Policy, State

@@ -16,12 +16,10 @@ from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.broadcast import version_size
 from runspec.simulate.coordinator import Coordinator
-from runspec.simulate.fleet import Member, members, planned_swarm
 from runspec.simulate.model import BROADCAST, LEARNER, Interval, Model, run_model, unknown_speeds
-from runspec.simulate.population import Swarm, ValidatorsBlock
+from runspec.simulate.population import Member, Swarm, ValidatorsBlock, members, planned_swarm
 from runspec.simulate.result import Record, Result
-from runspec.simulate.validators import Validators
-from runspec.simulate.workers import Worker
+from runspec.simulate.workers import Validators, Worker
 from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.state import Policy, State
 

@@ -22,7 +22,7 @@ from runspec.core.spec.schema import RunSpec
 from runspec.local.planning import StalePlan
 from runspec.local.state import RunState
 from runspec.plan.aot import AotReport, compile_step
-from runspec.plan.saved import BadPlan
+from runspec.plan.changes import BadPlan
 from tests.harness import TARGET_SHORT
 from tests.runspec.core.spec.spec_files import small_spec as spec_in
 from tests.runspec.local.fake_run import prepared, small_spec
