@@ -51,7 +51,7 @@ from runspec.core.files import (
 )
 from runspec.core.models import family
 from runspec.core.models.config import CONFIG_NAME, ModelConfig
-from runspec.core.models.decoder import hf_config
+from runspec.core.models.family import hf_config
 from runspec.core.models.parameters import parameter_count
 from runspec.core.process import RunStopped, not_retried
 from runspec.core.run_files import initial_model

@@ -22,7 +22,7 @@ from typing import Any
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.decoder import hf_config
+from runspec.core.models.family import hf_config
 from runspec.core.spec.load import FILE_NAME, dump_resolved
 from runspec.core.spec.schema import RunSpec
 

@@ -24,7 +24,7 @@ from learner_jax.step import TrainState
 from learner_jax.warm_start import model_config
 from runspec.core.canonical import digest_bytes
 from runspec.core.files import write_atomic
-from runspec.core.models.decoder import hf_config
+from runspec.core.models.family import hf_config
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import step_folder, submission_files
 from runspec.core.signed import SigningKey

@@ -11,8 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from bridge.weight_map import hf_shapes
 from runspec.core.errors import UserError
 from runspec.core.models.config import Dynamic, Linear, Llama3, ModelConfig, Yarn
-from runspec.core.models.decoder import hf_config
-from runspec.core.models.family import model_names, named_model, parse_config
+from runspec.core.models.family import hf_config, model_names, named_model, parse_config
 from runspec.core.models.hardware import DEVICES, device_count, jax_device
 from runspec.core.models.parameters import parameter_count
 from runspec.core.spec.schema import Hardware
