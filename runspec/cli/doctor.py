@@ -32,7 +32,7 @@ from runspec.local.machine import BUILDS, Facts, look, this_machine
 from runspec.local.planning import absent_modules, check_problems
 from runspec.local.preflight import ROLE_MODULES, missing
 from runspec.local.run_dir import RUNS, run_directory
-from runspec.lock.cache import model_cache
+from runspec.lock import model_cache
 
 Verdict = Literal["ok", "warn", "fail"]
 

@@ -21,7 +21,7 @@ from broadcast.manifest import WeightsManifest
 from runspec.cli.lifecycle import run_and_version
 from runspec.cli.serve import await_end, link_files, served, serving
 from runspec.core.errors import BadUsage, UserError, one_line
-from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode
+from runspec.core.process import VARIABLE, Move, Reply, Settings, encode
 from runspec.core.run_files import PROBE_FILE, weights_folder
 from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import RunSpec

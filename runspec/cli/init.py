@@ -27,7 +27,7 @@ from runspec.core.spec.yaml_text import yaml_scalar
 from runspec.lint.registry import TokenizerFiles
 from runspec.lint.rules.data import opens_thinking, thinking_of
 from runspec.local.machine import find_model, gpu_names
-from runspec.lock.cache import is_repository
+from runspec.lock import is_repository
 
 SPEC, SECOND_SPEC, SCHEMA = "spec.yaml", "rl.yaml", "runspec.schema.json"
 PROBLEMS, CONVERSATIONS = "problems.jsonl", "conversations.jsonl"

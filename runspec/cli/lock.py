@@ -37,7 +37,7 @@ def lock_command(files: SpecFiles, check: bool) -> int:
 
 def _check(spec: RunSpec, files: SpecFiles) -> int:
     from runspec.core.spec.lock_file import lock_path
-    from runspec.lock.pins import check_lock
+    from runspec.lock import check_lock
 
     path = lock_path(files.path, files.profile)
     if not path.is_file():
@@ -53,7 +53,7 @@ def _check(spec: RunSpec, files: SpecFiles) -> int:
 
 def _write(spec: RunSpec, files: SpecFiles) -> int:
     from runspec.core.spec.lock_file import LOCK_VERSION, Lock, write_lock
-    from runspec.lock.pins import find_pins
+    from runspec.lock import find_pins
 
     seen = find_pins(spec, files.path.parent, os.environ)
     problems = {**seen.unknown, **seen.absent}

@@ -18,8 +18,7 @@ from runspec.lint.check import check_spec
 from runspec.lint.registry import TokenizerFiles
 from runspec.lint.rules.data import thinking_of
 from runspec.local.machine import find_tokenizer
-from runspec.lock.cache import is_repository
-from runspec.lock.pins import require_lock
+from runspec.lock import is_repository, require_lock
 from runspec.plan.changes import read_plan
 
 

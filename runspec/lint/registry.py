@@ -265,13 +265,7 @@ def _of_member(violation: Violation, member: IslandMember) -> Violation:
     if location[0] != "learner":
         return violation
     path = location[2:] if location[1:3] == ("packing", "rows") else location[1:]
-    own = {
-        "hardware": member.hardware,
-        "mesh": member.mesh,
-        "hosts": member.hosts,
-        "rows": member.rows,
-    }
-    named = path if path and own.get(str(path[0])) is not None else ()
+    named = path if path and getattr(member, str(path[0]), None) is not None else ()
     return replace(violation, location=("learner", "islands", "members", member.name, *named))
 
 

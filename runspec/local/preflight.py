@@ -30,7 +30,7 @@ from runspec.local.backend import LOCAL
 from runspec.local.identity import pinned_root_problem
 from runspec.local.machine import Facts, ModelFiles, devices_here, find_files
 from runspec.local.model_folders import require_fitting
-from runspec.lock.cache import TOKENIZER, WEIGHTS, require_files
+from runspec.lock import TOKENIZER, WEIGHTS, require_files
 
 _ROOM_BYTES = 2**30 // 2
 """For logs, rollouts and the environment's own files."""

@@ -27,7 +27,7 @@ from runspec.core.spec.yaml_nodes import MapNode, parse_yaml
 from runspec.estimate import assumed
 from runspec.estimate.broadcast import VersionSize, arrivals
 from runspec.estimate.speed import decode_speed
-from runspec.simulate.model import Lengths
+from runspec.simulate.model import Content, Lengths
 from verify.formats.lease import Lease
 
 StrategyKind = Literal[
@@ -181,10 +181,6 @@ def _finding(root: MapNode, error: ErrorDetails) -> Finding:
         place = node.entries[key].key_place
     hint = f"did you mean {match}?" if match else ""
     return Finding(place, "unknown-key", f"{key} is not known", path=path, suggestion=hint)
-
-
-Content = Literal["rollouts", "wrong", "rubbish"]
-"""`wrong` looks like rollouts and fails recomputation; `rubbish` cannot be parsed."""
 
 
 @dataclass(frozen=True)

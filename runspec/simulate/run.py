@@ -15,8 +15,15 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.broadcast import version_size
-from runspec.simulate.coordinator import Coordinator
-from runspec.simulate.model import BROADCAST, LEARNER, Interval, Model, run_model, unknown_speeds
+from runspec.simulate.model import (
+    BROADCAST,
+    LEARNER,
+    Coordinator,
+    Interval,
+    Model,
+    run_model,
+    unknown_speeds,
+)
 from runspec.simulate.population import Member, Swarm, ValidatorsBlock, members, planned_swarm
 from runspec.simulate.result import Record, Result
 from runspec.simulate.workers import Validators, Worker

@@ -1,8 +1,8 @@
 """Loads YAML layers as one `RunSpec` that fits the schema; `runspec.lint` applies its rules later.
 
 Layers, lowest first: the files of `extends:`, the spec, the profile, the placement, `--set`. They
-are merged (`merge`), variables are filled in (`interpolate`), and the result is checked against the
-schema (`validate`). `origins` says which layer wrote each value.
+are merged (`merge_layers`), variables are filled in (`interpolate`), and the result is checked
+against the schema (`validate`). `origins` says which layer wrote each value.
 
 The resolved spec is canonical JSON, which every role of a run reads. It contains the signed
 profiles that the spec names. So a validator on another machine receives them with the spec that the
@@ -33,8 +33,8 @@ from runspec.core.spec.layers import (
     site_layers,
 )
 from runspec.core.spec.lock_file import is_lock, parse_lock
-from runspec.core.spec.merge import NewName, judge_new_names, merge_layers
 from runspec.core.spec.schema import CalibrationProfile, RunSpec
+from runspec.core.spec.schema_fields import NewName, judge_new_names, merge_layers
 from runspec.core.spec.validate import locate, validate
 
 _MISSING = ("missing-key", "no-seed")

@@ -20,7 +20,7 @@ from runspec.lint.registry import (
     relation,
     rule,
 )
-from runspec.lock.cache import is_on_hub, require_files
+from runspec.lock import is_on_hub, require_files
 
 PADDING = 0.01
 """Share of a vocabulary by which models of a family differ: rows that no token has."""

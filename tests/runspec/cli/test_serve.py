@@ -21,7 +21,7 @@ from runspec.cli.chat import print_reply
 from runspec.cli.follow import Follower, Versions
 from runspec.cli.serve import await_end, served
 from runspec.core.errors import UserError
-from runspec.core.follow_protocol import Move, Reply, encode
+from runspec.core.process import Move, Reply, encode
 from runspec.core.run_files import weights_folder
 from runspec.core.signed import SigningKey
 from runspec.core.spec.load import load_resolved

@@ -18,7 +18,7 @@ from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.lock_file import LOCK_VERSION, Lock, lock_path, read_lock, write_lock
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec
-from runspec.lock.pins import check_lock, find_pins
+from runspec.lock import check_lock, find_pins
 from tests.runspec.core.spec.spec_files import DOCUMENTS, SPECS, codes, load, small_spec, write
 from tests.runspec.lock.repository import COMMIT, OTHER, cache, write_model, write_weights
 
