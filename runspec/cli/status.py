@@ -22,7 +22,7 @@ from runspec.core.canonical import digest_bytes
 from runspec.core.files import read_bounded
 from runspec.core.spec.load import spec_digest
 from runspec.core.spec.schema import RunSpec
-from runspec.estimate.inputs import hourly_price
+from runspec.estimate.assumed import hourly_price
 from runspec.local.endpoints import run_link
 from runspec.local.evaluations import newest, result_line, summarise_evaluations
 from runspec.local.formatting import (

@@ -136,6 +136,23 @@ def prefill_tokens_per_s(hardware: Hardware, spec: RunSpec, config: ModelConfig)
     return count * peak * assumed.sampler_mfu(spec).value / flops
 
 
+def check_tokens_per_s(spec: RunSpec, config: ModelConfig | None) -> assumed.Assumed | None:
+    """Return a validator's rate; without `verify.hardware`, that of a replica of the first pool.
+
+    None if that is unknown too, or if there are no validators.
+    """
+    verify, source = spec.verify, "verify.hardware"
+    if not verify.validators:
+        return None
+    rate, hardware = validator_tokens_per_s(spec, config), verify.hardware
+    if verify.tokens_per_s is not None:
+        source = "verify.tokens_per_s"
+    elif hardware is None and config is not None:
+        rate = prefill_tokens_per_s(spec.samplers[0].hardware, spec, config)
+        source = f"no verify.hardware: as a replica of {spec.samplers[0].name}"
+    return None if rate is None else assumed.Assumed("a validator", rate, "tokens/s", source)
+
+
 def learner_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
     """Return the seconds of one step on the learner; None if its peak is unknown.
 

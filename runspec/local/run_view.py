@@ -19,7 +19,7 @@ from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL
 from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import RunSpec
-from runspec.estimate.inputs import hourly_price
+from runspec.estimate.assumed import hourly_price
 from runspec.local.backend import birth
 from runspec.local.diagnosis import Cause, alarm_text, diagnose, dropped_text, unsolved_text
 from runspec.local.endpoints import coordinator_status, load_endpoints

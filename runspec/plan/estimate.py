@@ -13,7 +13,7 @@ from runspec.core.models.parameters import StepFlops, parameter_count, step_flop
 from runspec.core.spec.role_names import island_names, island_spec
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate import assumed, speed
-from runspec.estimate.assumed import Assumed
+from runspec.estimate.assumed import Assumed, Cost, cost, inputs
 from runspec.estimate.broadcast import (
     Arrival,
     IslandEstimate,
@@ -23,7 +23,6 @@ from runspec.estimate.broadcast import (
     exchange,
     version_size,
 )
-from runspec.estimate.inputs import Cost, check_tokens_per_s, cost, inputs
 from runspec.estimate.learner import LearnerMemory, learner_memory, update_microbatches
 from runspec.simulate import model
 from runspec.simulate.run import simulate
@@ -236,7 +235,7 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
     """
     size = version_size(spec, config) if config is not None else None
     unknown = tuple(model.unknown_speeds(spec, config))
-    check = check_tokens_per_s(spec, config)
+    check = speed.check_tokens_per_s(spec, config)
     step_s = speed.learner_seconds(spec, config)
     flops = step_flops(spec, config, speed.mean_tokens(spec)) if config is not None else None
     settled, stalled, supervised = None, "", _supervised(spec, size, flops, step_s)
@@ -267,7 +266,7 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
         fill_deadline_s=spec.grpo.fill.deadline if supervised is None else None,
         run_s=run_s,
         cost=cost(spec, run_s),
-        assumed=inputs(spec, config),
+        assumed=inputs(spec, config, check),
         unknown=unknown,
         stalled=stalled,
         max_hours=spec.budget.max_hours,

@@ -19,8 +19,7 @@ from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate import assumed
 from runspec.estimate.broadcast import VersionSize
-from runspec.estimate.inputs import check_tokens_per_s
-from runspec.estimate.speed import decode_speed, island_seconds, learner_seconds
+from runspec.estimate.speed import check_tokens_per_s, decode_speed, island_seconds, learner_seconds
 from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.stalls import Stalled
 from verify.coordinator.machine.state import LeaseRecord, Policy, State

@@ -16,9 +16,8 @@ from runspec.core.errors import UserError
 from runspec.core.models.family import model_config
 from runspec.core.models.parameters import forward_flops, useful_flops
 from runspec.core.spec.schema import RunSpec
-from runspec.estimate.assumed import REPORT_TRIPS, ROUND_TRIPS, SHARE_BYTES_S
+from runspec.estimate.assumed import REPORT_TRIPS, ROUND_TRIPS, SHARE_BYTES_S, cost
 from runspec.estimate.broadcast import IslandsEstimate
-from runspec.estimate.inputs import cost
 from runspec.estimate.speed import step_seconds
 from runspec.plan.estimate import RunEstimate, estimate_run
 from runspec.simulate.model import draws

@@ -26,7 +26,7 @@ from runspec.cli.output import exit_code_of
 from runspec.core.errors import UserError
 from runspec.core.run_files import weights_folder
 from runspec.core.spec.schema import Budget
-from runspec.estimate.inputs import hourly_price
+from runspec.estimate.assumed import hourly_price
 from runspec.local import run_dir
 from runspec.local.backend import backend
 from runspec.local.model_folders import export_version
