@@ -30,7 +30,7 @@ from runspec.estimate.assumed import Assumed
 from runspec.estimate.broadcast import arrivals, version_bytes
 from runspec.estimate.speed import Decode, decode_speed
 from runspec.lint.check import check_spec
-from runspec.simulate.model import Lengths, Model, draws
+from runspec.simulate import Lengths, Model, draws
 from runspec.simulate.population import Group, Member, Strategy, StrategyBlock, ValidatorsBlock
 from runspec.simulate.run import Simulation
 from verify.coordinator.machine.state import Policy

@@ -35,7 +35,7 @@ from runspec.local.processes import PreparedRun
 from runspec.local.run_dir import RunLocked, run_directory, sign_lock
 from runspec.local.state import RunState
 from runspec.local.supervisor import CHANGE, change_request, send_request
-from runspec.plan.changes import BadPlan, SavedPlan, read_plan
+from runspec.plan import BadPlan, SavedPlan, read_plan
 
 EXIT_FAILED = 1
 LAPTOP = "laptop"

@@ -13,7 +13,6 @@ from typing import Any
 
 from runspec.cli.serve import HOST, Served, await_server, free_port, served, serving
 from runspec.core.errors import UserError
-from runspec.core.prompt_messages import prompt_messages
 
 THINK_END = "</think>"
 ANSWER_S = 600.0
@@ -56,9 +55,9 @@ def _talk(
             if len(speakers) > 1:
                 print(f"[{found.names[-1]}]")
             data = None if found.spec is None else found.spec.data
-            messages: list[Any] = [{"role": "user", "content": question}]
+            messages = [{"role": "user", "content": question}]
             if data is not None:
-                messages = prompt_messages(data, question, target)
+                messages = data.prompt_messages(question, target)
             thinks = data is None or data.thinking != "none"
             pieces = _pieces(found, port, {"messages": messages}, max_tokens)
             tokens = print_reply(pieces, dim=terminal and thinks)

@@ -31,7 +31,7 @@ from runspec.core.spec.load import (
 from runspec.core.spec.schema import RunSpec
 from runspec.local.planning import STARTS_ANEW, takes_any_change
 from runspec.local.run_dir import run_directory
-from runspec.plan.changes import difference, of_class
+from runspec.plan import difference, of_class
 
 EXIT_SAME, EXIT_DIFFERENT = 0, 1
 _STYLES = {"+": "green", "-": "red", "@": "cyan"}

@@ -23,8 +23,8 @@ from runspec.core.errors import UserError
 from runspec.core.spec.findings import Finding
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.validate import locate
+from runspec.lint import RULES
 from runspec.lint.check import CheckedFiles, check_spec
-from runspec.lint.registry import RULES
 from runspec.local.backend import birth
 from runspec.local.endpoints import PORTS, port_is_free
 from runspec.local.formatting import size

@@ -15,7 +15,7 @@ from runspec.estimate.assumed import Assumed
 from runspec.estimate.broadcast import Arrival, IslandEstimate, IslandsEstimate
 from runspec.local.formatting import duration, number, size
 from runspec.plan.estimate import LearnerEstimate, RunEstimate, SupervisedEstimate, Timeline
-from runspec.simulate.model import BROADCAST, LEARNER, VALIDATORS, Interval
+from runspec.simulate import BROADCAST, LEARNER, VALIDATORS, Interval
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _COLOURS = {LEARNER: "green", BROADCAST: "blue", VALIDATORS: "magenta"}

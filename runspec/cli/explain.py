@@ -42,7 +42,7 @@ from runspec.core.spec.schema_fields import (
     schema_fields,
 )
 from runspec.core.spec.source_files import MONITOR_GROUP, REWARD_GROUP, SOURCE_GROUP
-from runspec.lint.registry import RULES, Group, Rule
+from runspec.lint import RULES, Group, Rule
 
 _KINDS = {
     MONITOR_GROUP: ("monitor", "monitors: [{{name: ..., kind: {}}}]"),

@@ -24,7 +24,7 @@ from runspec.core.models.hardware import jax_device
 from runspec.core.spec.field_docs import json_schema
 from runspec.core.spec.fields import NAME_WORDS, Name
 from runspec.core.spec.yaml_text import yaml_scalar
-from runspec.lint.registry import TokenizerFiles
+from runspec.lint import TokenizerFiles
 from runspec.lint.rules.data import opens_thinking, thinking_of
 from runspec.local.machine import find_model, gpu_names
 from runspec.lock import is_repository

@@ -30,8 +30,7 @@ from runspec.local.planning import STARTS_ANEW, RunPlan, make_plan, takes_any_ch
 from runspec.local.run_dir import run_directory
 from runspec.local.site import ANY_MACHINE, BUNDLES, Disk, groups_of
 from runspec.local.supervisor import readers_names
-from runspec.plan.aot import AotReport, compile_step
-from runspec.plan.changes import (
+from runspec.plan import (
     LIVE,
     Change,
     SavedPlan,
@@ -41,6 +40,7 @@ from runspec.plan.changes import (
     severest,
     shown,
 )
+from runspec.plan.aot import AotReport, compile_step
 from runspec.plan.estimate import RunEstimate, estimate_run
 
 EXIT_CHANGES = 6

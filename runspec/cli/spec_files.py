@@ -14,12 +14,12 @@ from runspec.core.spec.findings import format_finding
 from runspec.core.spec.load import SpecFiles, with_profiles
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import whole_uri
+from runspec.lint import TokenizerFiles
 from runspec.lint.check import check_spec
-from runspec.lint.registry import TokenizerFiles
 from runspec.lint.rules.data import thinking_of
 from runspec.local.machine import find_tokenizer
 from runspec.lock import is_repository, require_lock
-from runspec.plan.changes import read_plan
+from runspec.plan import read_plan
 
 
 def located(spec: RunSpec, folder: Path) -> RunSpec:

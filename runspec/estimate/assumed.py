@@ -1,4 +1,4 @@
-"""Figures that an estimate assumes if the spec gives none, each with its source; and what a run costs."""
+"""Figures that an estimate assumes if the spec gives none, each with its source; and the costs."""
 
 from __future__ import annotations
 

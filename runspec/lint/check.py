@@ -23,7 +23,7 @@ from runspec.core.spec.load import VARIABLE, Layered, SpecFiles, load_layers, re
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.schema_fields import close_match
 from runspec.core.spec.validate import locate, to_python
-from runspec.lint.registry import RULES, Context, Group, violations
+from runspec.lint import RULES, Context, Group, violations
 
 _in_order = attrgetter("file", "line", "column", "code", "path", "message")
 

@@ -31,8 +31,8 @@ from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.spec.findings import SET_FILE, Edit, Finding, excerpt, finite, from_here, measured
 from runspec.core.spec.yaml_nodes import MAX_CHARACTERS, parse_yaml
+from runspec.lint import RULES
 from runspec.lint.check import CheckedFiles
-from runspec.lint.registry import RULES
 
 FORMATS = ("pretty", "compact", "json", "github", "sarif")
 FOR_PEOPLE = ("pretty", "compact")

@@ -22,7 +22,7 @@ from runspec.core.files import Folder, new_directory, read_bounded
 from runspec.core.models.family import load_config
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
-from runspec.lint.registry import TokenizerFiles
+from runspec.lint import TokenizerFiles
 from runspec.local.evaluations import result_line, results_of
 from runspec.local.formatting import reported
 from runspec.local.identity import load_roles, root_public_key

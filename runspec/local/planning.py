@@ -37,7 +37,7 @@ from runspec.local.preflight import Missing, missing
 from runspec.local.run_dir import holder
 from runspec.local.state import RunState
 from runspec.local.supervisor import describe_exit
-from runspec.plan.changes import Change, Seen, difference, of_class
+from runspec.plan import Change, Seen, difference, of_class
 
 STARTS_ANEW = "no step was trained: starts anew with the changed spec"
 

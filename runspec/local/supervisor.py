@@ -30,7 +30,7 @@ from runspec.local.progress import Progress, last_error
 from runspec.local.run_dir import EXIT_LOCKED, holder, write_spec
 from runspec.local.run_view import budget_limits
 from runspec.local.state import RequestRow, RoleRow, RunState
-from runspec.plan.changes import LIVE, Change, Readers, difference, roles_to_restart
+from runspec.plan import LIVE, Change, Readers, difference, roles_to_restart
 
 CHANGE, PAUSE = "change", "pause"
 TAKE_TIMEOUT_S = 30.0

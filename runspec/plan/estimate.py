@@ -7,6 +7,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from runspec import simulate as model
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_count, device_of
 from runspec.core.models.parameters import StepFlops, parameter_count, step_flops
@@ -24,7 +25,6 @@ from runspec.estimate.broadcast import (
     version_size,
 )
 from runspec.estimate.learner import LearnerMemory, learner_memory, update_microbatches
-from runspec.simulate import model
 from runspec.simulate.run import simulate
 
 _STEPS = 10

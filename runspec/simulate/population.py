@@ -27,7 +27,7 @@ from runspec.core.spec.yaml_nodes import MapNode, parse_yaml
 from runspec.estimate import assumed
 from runspec.estimate.broadcast import VersionSize, arrivals
 from runspec.estimate.speed import decode_speed
-from runspec.simulate.model import Content, Lengths
+from runspec.simulate import Content, Lengths
 from verify.formats.lease import Lease
 
 StrategyKind = Literal[

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from runspec.simulate.model import LEARNER, VALIDATORS, Coordinator, Interval
+from runspec.simulate import LEARNER, VALIDATORS, Coordinator, Interval
 from runspec.simulate.workers import Worker
 from verify.coordinator.machine import events
 from verify.coordinator.machine.stalls import waited_for

@@ -15,7 +15,7 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.broadcast import version_size
-from runspec.simulate.model import (
+from runspec.simulate import (
     BROADCAST,
     LEARNER,
     Coordinator,

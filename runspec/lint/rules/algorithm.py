@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runspec.core.spec.role_names import members
-from runspec.lint.registry import Context, Found, divisors, relation, rule
+from runspec.lint import Context, Found, divisors, relation, rule
 
 
 @rule("algorithm", runs="grpo")

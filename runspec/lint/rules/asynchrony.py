@@ -12,7 +12,7 @@ from runspec.core.spec.schema import RunSpec
 from runspec.estimate.assumed import changed_share
 from runspec.estimate.broadcast import arrivals, version_size
 from runspec.estimate.speed import step_seconds
-from runspec.lint.registry import Context, Found, Violation, model_rule, relation, rule
+from runspec.lint import Context, Found, Violation, model_rule, relation, rule
 
 
 @rule("asynchrony", runs="grpo")

@@ -12,7 +12,7 @@ from runspec.core.spec.role_names import members
 from runspec.core.spec.schema import Data, Source
 from runspec.core.spec.schema_fields import close_match
 from runspec.core.spec.source_files import missing_plugins
-from runspec.lint.registry import Context, Found, TokenizerFiles, Violation, relation, rule
+from runspec.lint import Context, Found, TokenizerFiles, Violation, relation, rule
 
 _COLUMNS = ("problem_id", "task_type", "prompt", "verification_info", "type", "instruction")
 _OPENED = re.compile(r"<think>(?:\\n|\s)*['\"]?\s*(?:-?[}%]\}\s*)*(?:\{%-?\s*endif\s*-?%\}\s*)*$")

@@ -18,7 +18,7 @@ from runspec.estimate.assumed import weight_move
 from runspec.estimate.broadcast import version_size
 from runspec.estimate.learner import learner_memory
 from runspec.estimate.speed import sampler_memory
-from runspec.lint.registry import (
+from runspec.lint import (
     Context,
     Found,
     Violation,

@@ -12,7 +12,7 @@ from math import lcm, prod
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import DEVICES, device_count
 from runspec.core.spec.schema import RunSpec
-from runspec.lint.registry import (
+from runspec.lint import (
     Context,
     Found,
     Violation,

@@ -10,7 +10,7 @@ from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import model_names, named_model
 from runspec.core.models.parameters import matrix_shapes
 from runspec.core.spec.source_files import column_of
-from runspec.lint.registry import (
+from runspec.lint import (
     Context,
     Found,
     TokenizerFiles,

@@ -11,7 +11,7 @@ from runspec.core.spec import role_names as roles
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.assumed import hourly_price
 from runspec.estimate.speed import step_seconds
-from runspec.lint.registry import Context, Found, Violation, relation, rule
+from runspec.lint import Context, Found, Violation, relation, rule
 
 _SHOWN = 12
 """Names that a message lists."""

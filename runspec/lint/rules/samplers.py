@@ -8,7 +8,7 @@ from runspec.core.models.config import Dynamic, Linear, ModelConfig, Yarn
 from runspec.core.models.hardware import device_count
 from runspec.core.models.parameters import CPU_HEAD_SIZES
 from runspec.core.spec.schema import Hardware, RunSpec
-from runspec.lint.registry import Context, Found, Violation, divisors, model_rule, relation, rule
+from runspec.lint import Context, Found, Violation, divisors, model_rule, relation, rule
 
 
 @rule("samplers")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from runspec.cli import main
-from runspec.lint.registry import RULES, Context
+from runspec.lint import RULES, Context
 from tests.harness import ROOT, TARGET_SHORT
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.core.spec.spec_files import small_spec, write

@@ -21,8 +21,8 @@ from runspec.core.spec.load import SpecFiles, load_layers, spec_digest, with_pro
 from runspec.core.spec.schema import RunSpec
 from runspec.local.planning import StalePlan
 from runspec.local.state import RunState
+from runspec.plan import BadPlan
 from runspec.plan.aot import AotReport, compile_step
-from runspec.plan.changes import BadPlan
 from tests.harness import TARGET_SHORT
 from tests.runspec.core.spec.spec_files import small_spec as spec_in
 from tests.runspec.local.fake_run import prepared, small_spec

@@ -20,7 +20,7 @@ from runspec.estimate.assumed import REPORT_TRIPS, ROUND_TRIPS, SHARE_BYTES_S, c
 from runspec.estimate.broadcast import IslandsEstimate
 from runspec.estimate.speed import step_seconds
 from runspec.plan.estimate import RunEstimate, estimate_run
-from runspec.simulate.model import draws
+from runspec.simulate import draws
 from runspec.simulate.run import simulate
 from tests.runspec.supervised import shipped, supervised_spec
 

@@ -17,8 +17,7 @@ from runspec.core.spec import yaml_nodes
 from runspec.core.spec.findings import format_finding
 from runspec.core.spec.load import SpecFiles
 from runspec.core.tokenizer_files import TEMPLATE_DATE
-from runspec.lint import check
-from runspec.lint.registry import RULES
+from runspec.lint import RULES, check
 from runspec.lint.rules.security import secret_kind
 from tests.runspec.core.spec import spec_files
 from tests.runspec.core.spec.spec_files import BASE, DOCUMENTS, EXAMPLES, FLEET, find, load

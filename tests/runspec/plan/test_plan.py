@@ -15,8 +15,7 @@ from runspec.core.errors import UserError
 from runspec.core.models.family import model_config
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.schema_fields import block_in, schema_fields
-from runspec.plan.aot import AotReport, compile_step
-from runspec.plan.changes import (
+from runspec.plan import (
     READERS,
     BadPlan,
     Change,
@@ -28,6 +27,7 @@ from runspec.plan.changes import (
     save_plan,
     severest,
 )
+from runspec.plan.aot import AotReport, compile_step
 from tests.learner_jax.conftest import tiny_spec
 from tests.runspec.local.fake_run import small_spec
 from tests.runspec.supervised import supervised_spec

@@ -157,6 +157,23 @@ class Data(fields.Block):
     sources: list[Source] = Field(min_length=1)
     """Merged by name over the layers."""
 
+    def prompt_messages(self, problem: str, target: int | None) -> list[dict[str, str]]:
+        """Return the messages that put a problem to a policy, before any chat template.
+
+        They are the system message, if it has any content, and the user message.
+
+        Args:
+            problem: its text.
+            target: length that the prompt asks for, in tokens, on a line of its own; None asks for
+                none.
+        """
+        length = None if target is None else self.length_prompt.replace("{target}", str(target))
+        in_system = self.length_prompt_role == "system"
+        system = "\n".join(filter(None, (self.system_prompt, length if in_system else None)))
+        user = problem if in_system or length is None else f"{problem}\n{length}"
+        first = [{"role": "system", "content": system}] if system else []
+        return [*first, {"role": "user", "content": user}]
+
 
 class Reward(fields.Block):
     """One term of the reward, a plug-in by `kind`."""
