@@ -226,7 +226,7 @@ def with_problems(checked: CheckedFiles, specs: Sequence[SpecFiles]) -> CheckedF
 
 def _findings(files: SpecFiles) -> Iterator[Finding]:
     loaded = check_spec(files)
-    name, tree = files.path, loaded.layered.tree
+    name, tree = files.path, loaded.tree
     errors = [finding for finding in loaded.findings if finding.severity == "error"]
     if loaded.spec is None or errors:
         print(f"{name}: its problems are not read: it is no spec without errors", file=sys.stderr)

@@ -31,21 +31,21 @@ def render_command(files: SpecFiles, show_origin: bool, output: str) -> int:
     from runspec.lint.check import check_spec
 
     checked = check_spec(files)
-    if checked.layered.kind != "Run":
-        what = f"a file of kind {checked.layered.kind} is no spec"
+    if checked.kind != "Run":
+        what = f"a file of kind {checked.kind} is no spec"
         raise UserError(what, place=str(files.path), remedy="render a spec")
     errors = [finding for finding in checked.findings if finding.severity == "error"]
     if checked.spec is None or errors:
         for finding in errors:
             print(format_finding(finding), file=sys.stderr)
         return EXIT_FINDINGS
-    resolved, layered = checked.spec.model_dump(mode="json", by_alias=True), checked.layered
+    resolved = checked.spec.model_dump(mode="json", by_alias=True)
     if output == "json":
         if show_origin:
-            resolved = {"spec": resolved, "origin": origins(layered, files, resolved)}
+            resolved = {"spec": resolved, "origin": origins(checked, files, resolved)}
         print(json.dumps(resolved, indent=2, ensure_ascii=False))
     elif show_origin:
-        print(to_yaml(resolved, lambda at: origin(layered, files, at)), end="")
+        print(to_yaml(resolved, lambda at: origin(checked, files, at)), end="")
     else:
         print(to_yaml(resolved), end="")
     return 0

@@ -229,9 +229,12 @@ def violations(context: Context) -> Iterator[tuple[Rule, Violation]]:
     for one in RULES.values():
         if one.check is None or one.runs not in ("all", kind):
             continue
-        found = _by_island(one.check, islands) if one.group in _MACHINE else one.check(context)
-        for violation in found:
-            yield one, violation
+        seen: list[Violation] = []
+        for where, member in islands if one.group in _MACHINE else [(context, None)]:
+            # Those that several islands share are found once.
+            new = [violation for violation in one.check(where) if violation not in seen]
+            seen += new
+            yield from ((one, _of_member(violation, member)) for violation in new)
 
 
 def _islands(context: Context) -> list[tuple[Context, IslandMember | None]]:
@@ -247,22 +250,13 @@ def _islands(context: Context) -> list[tuple[Context, IslandMember | None]]:
     return found or [(context, None)]
 
 
-def _by_island(
-    check: Check, islands: list[tuple[Context, IslandMember | None]]
-) -> Iterator[Violation]:
-    """Find the violations of each island, those that several share once."""
-    seen: list[Violation] = []
-    for context, member in islands:
-        for violation in check(context):
-            if violation not in seen:
-                seen.append(violation)
-                yield violation if member is None else _of_member(violation, member)
+def _of_member(violation: Violation, member: IslandMember | None) -> Violation:
+    """Return an island's violation at the member's own value, or at the member if it has none.
 
-
-def _of_member(violation: Violation, member: IslandMember) -> Violation:
-    """Return an island's violation at the member's own value, or at the member if it has none."""
+    That of the first island, or the only one, is returned as it is.
+    """
     location = violation.location
-    if location[0] != "learner":
+    if member is None or location[0] != "learner":
         return violation
     path = location[2:] if location[1:3] == ("packing", "rows") else location[1:]
     named = path if path and getattr(member, str(path[0]), None) is not None else ()

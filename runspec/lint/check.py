@@ -19,8 +19,7 @@ import runspec.lint.rules  # noqa: F401  (registers them)
 from runspec.core.errors import UserError
 from runspec.core.spec.findings import Comment, Edit, Finding, replacing
 from runspec.core.spec.layers import ParsedFiles, profile_path
-from runspec.core.spec.load import VARIABLE, Layered, SpecFiles, load_layers, required_spec
-from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.load import VARIABLE, Layered, SpecFiles, load_layers
 from runspec.core.spec.schema_fields import close_match
 from runspec.core.spec.validate import locate, to_python
 from runspec.lint import RULES, Context, Group, violations
@@ -29,26 +28,13 @@ _in_order = attrgetter("file", "line", "column", "code", "path", "message")
 
 
 @dataclass(frozen=True)
-class CheckedSpec:
-    """A spec and its findings.
+class CheckedSpec(Layered):
+    """A spec, and its findings that are not suppressed.
 
-    `spec` is None if the layers make no `RunSpec`. A spec with errors must not run: `require`
-    refuses it.
+    A spec with errors must not run: `require` refuses it.
     """
 
-    spec: RunSpec | None
-    findings: list[Finding]
-    """Findings that are not suppressed."""
-    layered: Layered
-    suppressed: list[Suppressed] = field(default_factory=list)
-
-    def require(self) -> RunSpec:
-        """Return the spec.
-
-        Raises:
-            UserError: the spec has errors; it lists each with its place.
-        """
-        return required_spec(self.spec, self.findings, self.layered.kind)
+    suppressed: Sequence[Suppressed] = ()
 
 
 @dataclass(frozen=True)
@@ -99,9 +85,8 @@ def check_spec(files: SpecFiles, *, environ: Mapping[str, str] | None = None) ->
         UserError: as `load_layers`.
     """
     linted = _lint(files, environ, {})
-    findings = [*linted.applied.findings, *unused(linted.judged, linted.applied.used)]
-    spec = linted.layered.spec
-    return CheckedSpec(spec, findings, linted.layered, linted.applied.suppressed)
+    found = {"findings": [*linted.findings, *unused(linted.judged, linted.used)]}
+    return CheckedSpec(**{**vars(linted.layered), **found}, suppressed=linted.suppressed)
 
 
 def check_files(specs: Sequence[SpecFiles]) -> CheckedFiles:
@@ -117,14 +102,14 @@ def check_files(specs: Sequence[SpecFiles]) -> CheckedFiles:
             linted.append(_lint(files, None, parsed))
         except UserError as error:
             unreadable.append(Unreadable(str(files.path), error))
-    used = {pair for one in linted for pair in one.applied.used}
+    used = {pair for one in linted for pair in one.used}
     judged = dict.fromkeys(suppression for one in linted for suppression in one.judged)
-    findings = {finding for one in linted for finding in one.applied.findings}
+    findings = {finding for one in linted for finding in one.findings}
     return CheckedFiles(
         [str(files.path) for files in specs],
         sorted({*findings, *unused(judged, used)}, key=_in_order),
         sorted(
-            {suppressed for one in linted for suppressed in one.applied.suppressed},
+            {suppressed for one in linted for suppressed in one.suppressed},
             key=lambda suppressed: _in_order(suppressed.finding),
         ),
         unreadable,
@@ -137,7 +122,11 @@ class _Linted:
     """Findings of one spec, before unused suppressions are known."""
 
     layered: Layered
-    applied: Applied
+    findings: list[Finding]
+    """Findings that are not suppressed."""
+    suppressed: list[Suppressed]
+    used: set[tuple[Suppression, str]]
+    """Pairs of a suppression and a code that it removed."""
     judged: list[Suppression]
     """Suppressions that this spec should use."""
 
@@ -151,31 +140,31 @@ def _lint(files: SpecFiles, environ: Mapping[str, str] | None, parsed: ParsedFil
     names = {name for text in layered.texts.values() for name, _ in VARIABLE.findall(text)}
     values = {name: known.get(name, "") for name in sorted(names)}
     values = {name: value for name, value in values.items() if len(value) >= LEAST_HIDDEN}
-    findings = [_without_values(_with_suggestion(finding), values) for finding in findings]
+    findings = [_completed(finding, values) for finding in findings]
     comments = [comment for found in layered.comments.values() for comment in found]
     suppressions, faults = read_suppressions(comments)
-    applied = apply_suppressions(suppressions, findings)
-    applied.findings.extend(faults)
+    linted = _Linted(layered, [], [], set(), [])
+    for finding in findings:
+        covering = [one for one in suppressions if one.covers(finding)]
+        if covering:
+            linted.suppressed.append(Suppressed(finding, covering[0].reason))
+            linted.used.update((one, finding.code) for one in covering)  # each counts as used
+        else:
+            linted.findings.append(finding)
+    linted.findings.extend(faults)
     # A suppression in a lower layer may serve another spec. With overrides the findings are not
     # those of the files alone, and without a spec no rule has run.
     profile = profile_path(files.path, files.profile) if files.profile is not None else None
     top = str(files.placement or profile or files.path)
     complete = layered.spec is not None and not files.overrides
-    judged = [one for one in suppressions if complete and one.comment.place.file == top]
-    return _Linted(layered, applied, judged)
+    linted.judged.extend(one for one in suppressions if complete and one.comment.place.file == top)
+    return linted
 
 
-def _with_suggestion(finding: Finding) -> Finding:
-    """Return the finding, with its rule's suggestion if it has none."""
-    general = RULES[finding.code].suggestion
-    if finding.suggestion or not general:
-        return finding
-    field = re.sub(r"(\.\d+)+$", "", finding.path)  # an item of a plain list stands for the list
-    return replace(finding, suggestion=general.format(path=field))
+def _completed(finding: Finding, values: Mapping[str, str]) -> Finding:
+    """Return the finding with a suggestion, and names of variables in place of their values.
 
-
-def _without_values(finding: Finding, values: Mapping[str, str]) -> Finding:
-    """Return the finding with names of variables in place of their values.
+    One without a suggestion gets that of its rule.
 
     A spec may be a stranger's, as in CI, and name a variable that holds a secret of this machine's.
     The beginning of a value, which a message may have cut off, is replaced too.
@@ -198,7 +187,9 @@ def _without_values(finding: Finding, values: Mapping[str, str]) -> Finding:
                     at += len(shown)
         return text
 
-    return replace(finding, message=hidden(finding.message), suggestion=hidden(finding.suggestion))
+    field = re.sub(r"(\.\d+)+$", "", finding.path)  # an item of a plain list stands for the list
+    hint = finding.suggestion or RULES[finding.code].suggestion.format(path=field)
+    return replace(finding, message=hidden(finding.message), suggestion=hidden(hint))
 
 
 def _rule_findings(layered: Layered, context: Context) -> Iterator[Finding]:
@@ -290,16 +281,6 @@ class Suppressed:
     reason: str
 
 
-@dataclass(frozen=True)
-class Applied:
-    """Findings of a spec after suppression."""
-
-    findings: list[Finding]
-    suppressed: list[Suppressed]
-    used: set[tuple[Suppression, str]]
-    """Pairs of a suppression and a code that it removed."""
-
-
 def read_suppressions(comments: Iterable[Comment]) -> tuple[list[Suppression], list[Finding]]:
     """Return the valid suppressions among comments, and findings about the others."""
     suppressions: list[Suppression] = []
@@ -330,19 +311,6 @@ def read_suppressions(comments: Iterable[Comment]) -> tuple[list[Suppression], l
         elif known:
             suppressions.append(Suppression(comment, known, reason))
     return suppressions, findings
-
-
-def apply_suppressions(suppressions: Sequence[Suppression], findings: Iterable[Finding]) -> Applied:
-    """Remove suppressed findings; if several suppressions cover one, each counts as used."""
-    applied = Applied([], [], set())
-    for finding in findings:
-        covering = [one for one in suppressions if one.covers(finding)]
-        if covering:
-            applied.suppressed.append(Suppressed(finding, covering[0].reason))
-            applied.used.update((one, finding.code) for one in covering)
-        else:
-            applied.findings.append(finding)
-    return applied
 
 
 def unused(

@@ -74,38 +74,24 @@ class Layered:
     """Kind that the file declares; a placement or a lock alone is not a spec."""
 
     def require(self) -> RunSpec:
-        """Return the spec, without applying the rules of `runspec lint`.
+        """Return the spec, which must exist and have no errors among its findings.
 
         Raises:
-            UserError: as `required_spec`.
+            UserError: it lists every error with its place.
         """
-        return required_spec(self.spec, self.findings, self.kind)
-
-
-def required_spec(spec: RunSpec | None, findings: Sequence[Finding], kind: str) -> RunSpec:
-    """Return a spec that must exist and have no errors.
-
-    Args:
-        spec: the spec that the layers make, or None.
-        findings: its errors and warnings.
-        kind: the kind that the file declares.
-
-    Raises:
-        UserError: it lists every error with its place.
-    """
-    errors = [finding for finding in findings if finding.severity == "error"]
-    if kind != "Run" and not errors:
-        raise UserError(
-            f"a file of kind {kind}, which is no spec by itself",
-            remedy="name the spec; a placement follows it with --placement",
-        )
-    if errors or spec is None:
-        listed = "\n".join(format_finding(error) for error in errors)
-        raise UserError(
-            f"the spec has {len(errors)} error{'s' if len(errors) > 1 else ''}\n{listed}",
-            remedy="mend the spec; `runspec lint` checks it without starting anything",
-        )
-    return spec
+        errors = [finding for finding in self.findings if finding.severity == "error"]
+        if self.kind != "Run" and not errors:
+            raise UserError(
+                f"a file of kind {self.kind}, which is no spec by itself",
+                remedy="name the spec; a placement follows it with --placement",
+            )
+        if errors or self.spec is None:
+            listed = "\n".join(format_finding(error) for error in errors)
+            raise UserError(
+                f"the spec has {len(errors)} error{'s' if len(errors) > 1 else ''}\n{listed}",
+                remedy="mend the spec; `runspec lint` checks it without starting anything",
+            )
+        return self.spec
 
 
 def load_layers(

@@ -330,10 +330,8 @@ def _profiles(context: Context) -> dict[str, Profile | str]:
         try:
             text = profile_text(item, context.folder)
             found[item.name] = open_profile(text.encode("utf-8", "replace"), root_public_key=root)
-        except UserError as error:
-            found[item.name] = error.thing
-        except BadSignature as error:
-            found[item.name] = str(error)
+        except (UserError, BadSignature) as error:
+            found[item.name] = error.thing if isinstance(error, UserError) else str(error)
     return found
 
 
