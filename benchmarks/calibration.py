@@ -29,7 +29,7 @@ from benchmarks.perturbed import Change, Rejections, int8, noise, perturb
 from learner_jax.leaves import save_weights
 from runspec.core.models.family import hf_config
 from runspec.core.process import setup_logging
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from tests.verify.calibration.honest_run import WORKER, HonestRun
 from verify.calibration.command import calibrate
 from verify.calibration.measure import find_version, link_version, recomputed, submissions_of

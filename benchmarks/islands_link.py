@@ -36,7 +36,7 @@ from benchmarks.wire.processes import Processes
 from learner_jax.__main__ import main as learner
 from runspec.core.http_client import fetch_now
 from runspec.core.models.family import model_config
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from runspec.estimate.broadcast import exchange
 from tests.learner_jax.islands.island_runs import IslandRun
 

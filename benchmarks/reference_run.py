@@ -24,8 +24,8 @@ from typing import Any
 from runspec.core.models.family import model_config
 from runspec.core.models.hardware import DEVICES
 from runspec.core.models.parameters import forward_flops, step_flops
-from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import SpecFiles
 from runspec.estimate.assumed import Assumed
 from runspec.estimate.broadcast import arrivals, version_bytes
 from runspec.estimate.speed import Decode, decode_speed

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 def _publish(arguments: argparse.Namespace, log: logging.Logger) -> None:
     from bridge.publisher import Publisher, publish_versions
     from runspec.core.http_server import serve_metrics
-    from runspec.core.spec.load import load_resolved
+    from runspec.core.schema.load import load_resolved
 
     publisher = Publisher(arguments.run_dir, load_resolved(arguments.run_dir), log)
     serve_metrics(arguments.metrics, publisher.figures, log)

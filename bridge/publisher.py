@@ -39,8 +39,8 @@ from runspec.core.run_files import (
     versions_in,
     weights_folder,
 )
+from runspec.core.schema import RunSpec
 from runspec.core.signed import BadSignature, SigningKey
-from runspec.core.spec.schema import RunSpec
 
 POLL_S = 0.03
 OBJECTS_POLL_S = 1.0

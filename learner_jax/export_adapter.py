@@ -26,8 +26,8 @@ from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import adapter_rows, axis_sizes
 from runspec.core.run_files import ARRAYS_NAME, initial_model, state_folder
-from runspec.core.spec.load import load_resolved
-from runspec.core.spec.schema import Lora
+from runspec.core.schema import Lora
+from runspec.core.schema.load import load_resolved
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"

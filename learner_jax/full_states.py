@@ -36,7 +36,7 @@ from runspec.core.run_files import (
     remove_entry,
     step_folder,
 )
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 
 

@@ -18,8 +18,8 @@ from runspec.core.files import read_bounded
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.roles import Roles, open_roles
 from runspec.core.run_files import step_folder
+from runspec.core.schema import RunSpec
 from runspec.core.signed import BadSignature
-from runspec.core.spec.schema import RunSpec
 from verify.formats.batch import (
     FILE_NAME,
     MAX_RANGES_BYTES,

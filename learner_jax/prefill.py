@@ -36,8 +36,7 @@ from learner_jax.sharding import Execution, execution, full_float32, make_mesh, 
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import chunk_tokens, prefill_bytes
-from runspec.core.spec import schema
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec, schema
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation, by_prompt, require_fits
 from verify.token_facts import Drawn, TokenFacts, Vocabulary, Wanted, facts_of, outputs_of
 from verify.truncation import HEADS, POWERS, Choices, Truncation

@@ -20,7 +20,7 @@ from jaxtyping import Array, Int
 from learner_jax.model import bind
 from learner_jax.sharding import Execution, make_mesh, shard_batch
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from verify.plugins import Split, WarmStartData
 
 SAMPLED_PROBLEMS = 64

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from learner_jax.packing import Data, LossInputs
-from runspec.core.spec.schema import ZLoss
+from runspec.core.schema import ZLoss
 
 
 @jax.tree_util.register_dataclass

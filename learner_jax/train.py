@@ -40,8 +40,8 @@ from runspec.core.models.config import CONFIG_NAME, read_config
 from runspec.core.models.family import parse_config
 from runspec.core.process import not_retried
 from runspec.core.run_files import initial_model
-from runspec.core.spec.load import load_resolved
-from runspec.core.spec.role_names import island_spec
+from runspec.core.schema.load import load_resolved
+from runspec.core.schema.role_names import island_spec
 
 
 def train(

@@ -14,9 +14,8 @@ from runspec.core.entry_points import NAME as PACKAGE
 from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
 from runspec.core.files import expand_user
-from runspec.core.spec import lock_file
-from runspec.core.spec.schema import RunSpec, Source
-from runspec.core.spec.source_files import SOURCE_GROUP, source_files, whole_uri
+from runspec.core.schema import RunSpec, Source, lock_file
+from runspec.core.schema.source_files import SOURCE_GROUP, source_files, whole_uri
 
 HUB_DATA = "hf://datasets/"
 GENERATORS = {"reasoning_gym": "reasoning-gym", "generated_reads": PACKAGE}

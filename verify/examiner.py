@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from runspec.core.errors import UserError, one_line
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from verify.checks import DUPLICATE_CHECKS, GRADE_CHECKS, ROW_CHECKS, prefill_checks
 from verify.checks.base import Examination, Subject, examine
 from verify.checks.prefill import logprob_diff, several_versions

@@ -19,9 +19,8 @@ from benchmarks.attacks.policies import END, PROMPT, Weights
 from learner_jax.prefill import Policy, prefill
 from learner_jax.sharding import make_mesh
 from runspec.core.canonical import digest_bytes
+from runspec.core.schema import RunSpec, schema
 from runspec.core.signed import SigningKey
-from runspec.core.spec import schema
-from runspec.core.spec.schema import RunSpec
 from verify.checks.base import Subject
 from verify.examiner import Examiner, SubmissionFile, Verdict
 from verify.formats.lease import Lease, assignments, lease_digest, sign_lease

@@ -18,7 +18,7 @@ from learner_jax.islands.shares import BadObject, ShareFetcher, ShareStore
 from learner_jax.islands.state import OuterState
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import Islands
+from runspec.core.schema import Islands
 from verify.formats.islands import CommitRecord, StoredOuter
 from verify.island_client import Committed, IslandClient
 

@@ -38,7 +38,7 @@ from blake3 import blake3
 from bridge.codecs import SEGMENT, Codec
 from bridge.tensors import tensor_bytes
 from runspec.core.run_files import SENT_NAME
-from runspec.core.spec.schema import Outer
+from runspec.core.schema import Outer
 
 
 @dataclass(frozen=True)

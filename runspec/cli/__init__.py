@@ -168,7 +168,7 @@ def schema(
     """Prints the JSON Schema of the spec."""
     import json
 
-    from runspec.core.spec.field_docs import json_schema
+    from runspec.core.schema.field_docs import json_schema
 
     print(json.dumps(json_schema(draft), indent=2, ensure_ascii=False))
 

@@ -20,7 +20,7 @@ from runspec.cli.spec_files import sound_spec
 from runspec.cli.status import show_link
 from runspec.cli.view import PlainView, watching
 from runspec.core.errors import UserError
-from runspec.core.spec.load import MAX_BYTES, SpecFiles, load_resolved, parse_resolved
+from runspec.core.schema.load import MAX_BYTES, SpecFiles, load_resolved, parse_resolved
 from runspec.local import planning
 from runspec.local.apply import REPORT_FILE, SUMMARY_FILE, supervise
 from runspec.local.backend import EXIT_INTERRUPTED, LOCAL, StopSignals, backend, last_lines

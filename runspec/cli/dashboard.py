@@ -12,8 +12,8 @@ from runspec.core.address import is_server_url
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.process import run_role, stop_event
+from runspec.core.schema.load import load_resolved
 from runspec.core.signed import SigningKey
-from runspec.core.spec.load import load_resolved
 from runspec.local.monitors.follow import follow
 from runspec.local.run_dir import find_run
 

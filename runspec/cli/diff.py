@@ -18,9 +18,9 @@ from rich.text import Text
 from runspec.cli.spec_files import located
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError, bad_usage
-from runspec.core.signed import BadSignature
-from runspec.core.spec.findings import format_finding
-from runspec.core.spec.load import (
+from runspec.core.schema import RunSpec
+from runspec.core.schema.findings import format_finding
+from runspec.core.schema.load import (
     FILE_NAME,
     SpecFiles,
     dump_resolved,
@@ -28,7 +28,7 @@ from runspec.core.spec.load import (
     load_resolved,
     parse_resolved,
 )
-from runspec.core.spec.schema import RunSpec
+from runspec.core.signed import BadSignature
 from runspec.local.planning import STARTS_ANEW, takes_any_change
 from runspec.local.run_dir import run_directory
 from runspec.plan import difference, of_class

@@ -20,9 +20,9 @@ from rich.text import Text
 from runspec.cli.spec_files import located, sound_spec
 from runspec.core.entry_points import LISTS, extra_of, install_command, list_command, machine_kind
 from runspec.core.errors import UserError
-from runspec.core.spec.findings import Finding
-from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.validate import locate
+from runspec.core.schema.findings import Finding
+from runspec.core.schema.load import SpecFiles
+from runspec.core.schema.validate import locate
 from runspec.lint import RULES
 from runspec.lint.check import CheckedFiles, check_spec
 from runspec.local.backend import birth

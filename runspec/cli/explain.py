@@ -24,16 +24,16 @@ import typer
 import runspec.lint.rules  # noqa: F401  (registers them)
 from runspec.core.entry_points import entry_points_of
 from runspec.core.models.hardware import DEVICES, Device
-from runspec.core.spec.field_docs import (
+from runspec.core.schema import RunSpec
+from runspec.core.schema.field_docs import (
     block_doc,
     counted_type,
     default_words,
     field_doc,
     type_words,
 )
-from runspec.core.spec.fields import CHANGE_CLASSES
-from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.schema_fields import (
+from runspec.core.schema.fields import CHANGE_CLASSES
+from runspec.core.schema.schema_fields import (
     SchemaField,
     close_match,
     field_at,
@@ -41,7 +41,7 @@ from runspec.core.spec.schema_fields import (
     named_item,
     schema_fields,
 )
-from runspec.core.spec.source_files import MONITOR_GROUP, REWARD_GROUP, SOURCE_GROUP
+from runspec.core.schema.source_files import MONITOR_GROUP, REWARD_GROUP, SOURCE_GROUP
 from runspec.lint import RULES, Group, Rule
 
 _KINDS = {

@@ -13,7 +13,7 @@ import typer
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.files import Folder
 from runspec.core.run_files import checkpoints_folder
-from runspec.core.spec.load import load_resolved
+from runspec.core.schema.load import load_resolved
 from runspec.local.backend import end_leftovers
 from runspec.local.formatting import reported
 from runspec.local.model_folders import export_version

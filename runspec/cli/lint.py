@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from runspec.core.errors import bad_usage
-from runspec.core.spec.load import SpecFiles
+from runspec.core.schema.load import SpecFiles
 from runspec.lint.check import CheckedFiles, check_files, selection
 from runspec.lint.formats import FOR_PEOPLE, render
 

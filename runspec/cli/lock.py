@@ -7,10 +7,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from runspec.core.errors import UserError, bad_usage
-from runspec.core.spec.load import SpecFiles
+from runspec.core.schema.load import SpecFiles
 
 if TYPE_CHECKING:
-    from runspec.core.spec.schema import RunSpec
+    from runspec.core.schema import RunSpec
 
 EXIT_FINDINGS = 1
 
@@ -21,8 +21,8 @@ def lock_command(files: SpecFiles, check: bool) -> int:
 
     The spec must fit the schema; its rules may complain, for one of them asks for this lock.
     """
-    from runspec.core.spec.findings import format_finding
-    from runspec.core.spec.load import load_layers
+    from runspec.core.schema.findings import format_finding
+    from runspec.core.schema.load import load_layers
 
     layered = load_layers(files)
     if layered.kind != "Run":
@@ -36,7 +36,7 @@ def lock_command(files: SpecFiles, check: bool) -> int:
 
 
 def _check(spec: RunSpec, files: SpecFiles) -> int:
-    from runspec.core.spec.lock_file import lock_path
+    from runspec.core.schema.lock_file import lock_path
     from runspec.lock import check_lock
 
     path = lock_path(files.path, files.profile)
@@ -52,7 +52,7 @@ def _check(spec: RunSpec, files: SpecFiles) -> int:
 
 
 def _write(spec: RunSpec, files: SpecFiles) -> int:
-    from runspec.core.spec.lock_file import LOCK_VERSION, Lock, write_lock
+    from runspec.core.schema.lock_file import LOCK_VERSION, Lock, write_lock
     from runspec.lock import find_pins
 
     seen = find_pins(spec, files.path.parent, os.environ)

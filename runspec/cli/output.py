@@ -92,7 +92,7 @@ def exit_code_of(work: Callable[[], int]) -> int:
 
 
 if TYPE_CHECKING:
-    from runspec.core.spec.load import SpecFiles
+    from runspec.core.schema.load import SpecFiles
 
 SPEC, RUN = "Specs", "Runs"
 """Panels of the help."""
@@ -127,7 +127,7 @@ Reason = Annotated[str, typer.Option("--reason", help="Why; the key's holder is 
 
 def duration(value: str | float) -> float:
     """Seconds of a text such as 30s or 7d, or of a default."""
-    from runspec.core.spec.fields import DURATION
+    from runspec.core.schema.fields import DURATION
 
     return value if isinstance(value, float) else DURATION.parse(value)
 
@@ -136,7 +136,7 @@ def files_named(
     file: Path, profile: str | None, placement: Path | None, overrides: list[str] | None
 ) -> SpecFiles:
     """The files that a spec is read from, as the command line names them."""
-    from runspec.core.spec.load import SpecFiles
+    from runspec.core.schema.load import SpecFiles
 
     return SpecFiles(file, profile, placement, tuple(overrides or ()))
 

@@ -19,10 +19,10 @@ from runspec.cli.spec_files import sound_spec
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import model_config
-from runspec.core.spec.fields import CHANGE_CLASSES
-from runspec.core.spec.load import SpecFiles, spec_digest
-from runspec.core.spec.role_names import island_names
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.fields import CHANGE_CLASSES
+from runspec.core.schema.load import SpecFiles, spec_digest
+from runspec.core.schema.role_names import island_names
 from runspec.local.backend import LOCAL
 from runspec.local.bundle import TRUNK_GROUP
 from runspec.local.formatting import size

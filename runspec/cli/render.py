@@ -13,8 +13,8 @@ import yaml
 from runspec.cli.output import words_of
 from runspec.core.errors import BadUsage, UserError, bad_usage
 from runspec.core.files import require_writable, write_atomic
-from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import SpecFiles
 
 EXIT_FINDINGS, EXIT_UNREADABLE = 1, 2
 
@@ -25,9 +25,9 @@ def render_command(files: SpecFiles, show_origin: bool, output: str) -> int:
 
     Secrets are there by the names of their variables, as in the spec itself.
     """
-    from runspec.core.spec.findings import format_finding
-    from runspec.core.spec.load import origin, origins
-    from runspec.core.spec.yaml_text import to_yaml
+    from runspec.core.schema.findings import format_finding
+    from runspec.core.schema.load import origin, origins
+    from runspec.core.schema.yaml_text import to_yaml
     from runspec.lint.check import check_spec
 
     checked = check_spec(files)

@@ -24,9 +24,9 @@ from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import CPU_BLOCK_TOKENS, MAX_SEQUENCES, cpu_kv_bytes
-from runspec.core.spec.load import load_resolved
-from runspec.core.spec.role_names import evaluator_pool
-from runspec.core.spec.schema import RunSpec, SamplerPool
+from runspec.core.schema import RunSpec, SamplerPool
+from runspec.core.schema.load import load_resolved
+from runspec.core.schema.role_names import evaluator_pool
 from runspec.local.backend import StopSignals, last_lines
 from runspec.local.machine import module_is_installed, vllm_environment
 from runspec.local.model_folders import published_version

@@ -14,7 +14,7 @@ from runspec.cli.spec_files import sound_spec
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.models.family import model_config
-from runspec.core.spec.load import SpecFiles
+from runspec.core.schema.load import SpecFiles
 from runspec.local.formatting import duration, number
 from runspec.local.machine import module_is_installed
 from runspec.local.plots import Curve, Figure, draw

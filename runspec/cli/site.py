@@ -12,9 +12,9 @@ from runspec.cli.spec_files import sound_spec
 from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
-from runspec.core.spec.load import FILE_NAME as SPEC_FILE
-from runspec.core.spec.load import SpecFiles, dump_resolved
-from runspec.core.spec.role_names import shares_name, trunk_names
+from runspec.core.schema.load import FILE_NAME as SPEC_FILE
+from runspec.core.schema.load import SpecFiles, dump_resolved
+from runspec.core.schema.role_names import shares_name, trunk_names
 from runspec.local.backend import LOCAL, pinned
 from runspec.local.bundle import TRUNK_GROUP, install, load_bundle, require_own
 from runspec.local.endpoints import Endpoints, address, fixed_endpoints

@@ -10,10 +10,10 @@ from typing import Literal
 
 from runspec.core.errors import BadUsage, UserError, bad_usage
 from runspec.core.files import expand_user
-from runspec.core.spec.findings import format_finding
-from runspec.core.spec.load import SpecFiles, with_profiles
-from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.source_files import whole_uri
+from runspec.core.schema import RunSpec
+from runspec.core.schema.findings import format_finding
+from runspec.core.schema.load import SpecFiles, with_profiles
+from runspec.core.schema.source_files import whole_uri
 from runspec.lint import TokenizerFiles
 from runspec.lint.check import check_spec
 from runspec.lint.rules.data import thinking_of

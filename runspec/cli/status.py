@@ -20,8 +20,8 @@ from runspec.cli.logs import event_line
 from runspec.cli.view import clock, latency_line, left_text, plain_table, role_table, step_line
 from runspec.core.canonical import digest_bytes
 from runspec.core.files import read_bounded
-from runspec.core.spec.load import spec_digest
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import spec_digest
 from runspec.estimate.assumed import hourly_price
 from runspec.local.endpoints import run_link
 from runspec.local.evaluations import newest, result_line, summarise_evaluations

@@ -19,7 +19,7 @@ from runspec.core.files import (
     read_object,
     remove_leftovers,
 )
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 
 METRICS_FILE = "metrics.jsonl"
 """A line a trained step; the learner writes it."""

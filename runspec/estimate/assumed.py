@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_count, device_of
 from runspec.core.models.parameters import MEMORY_UTILIZATION, trained_count
-from runspec.core.spec.role_names import island_names, island_role, island_spec, members
-from runspec.core.spec.schema import Hardware, RunSpec, SamplerPool
+from runspec.core.schema import Hardware, RunSpec, SamplerPool
+from runspec.core.schema.role_names import island_names, island_role, island_spec, members
 
 LEARNER_MFU = 0.4
 """Share of the peak that the learner's useful FLOPs reach. Pre-training of dense models reaches

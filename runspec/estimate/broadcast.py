@@ -55,7 +55,7 @@ from typing import NamedTuple
 
 from bridge.weight_map import file_header, hf_shapes, plan_shards
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.schema import Islands, RunSpec
+from runspec.core.schema import Islands, RunSpec
 from runspec.estimate.assumed import REPORT_TRIPS, ROUND_TRIPS, SHARE_BYTES_S, changed_share
 
 ORIGIN = "origin"

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from runspec.core.models import parameters as model
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.parameters import WIDTH
-from runspec.core.spec.schema import Mesh, RunSpec
+from runspec.core.schema import Mesh, RunSpec
 
 CODE = 48e6
 """Bytes of the program on TPUs."""

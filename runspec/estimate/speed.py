@@ -39,8 +39,8 @@ from runspec.core.models import parameters as model
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_count, device_of
 from runspec.core.models.parameters import MAX_SEQUENCES, MEMORY_UTILIZATION, WIDTH
-from runspec.core.spec.role_names import island_names, island_spec
-from runspec.core.spec.schema import Hardware, RunSpec, SamplerPool
+from runspec.core.schema import Hardware, RunSpec, SamplerPool
+from runspec.core.schema.role_names import island_names, island_spec
 from runspec.estimate import assumed
 from runspec.estimate.broadcast import exchange
 

@@ -20,11 +20,11 @@ from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import model_config
-from runspec.core.spec.findings import Number, Severity
-from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.lock_file import Lock, read_lock
-from runspec.core.spec.role_names import island_spec, members
-from runspec.core.spec.schema import Hardware, IslandMember, RunSpec
+from runspec.core.schema import Hardware, IslandMember, RunSpec
+from runspec.core.schema.findings import Number, Severity
+from runspec.core.schema.load import SpecFiles
+from runspec.core.schema.lock_file import Lock, read_lock
+from runspec.core.schema.role_names import island_spec, members
 
 Group = Literal[
     "file",

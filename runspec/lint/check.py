@@ -1,8 +1,9 @@
 """Checks specs: findings of the loader and of the rules, less the suppressed ones.
 
 Comments `# runspec: ignore[CODE, ...] reason="..."` suppress findings. A suppression removes the
-findings of its codes in the lines that it is about (`runspec.core.spec.findings.find_comments`). It
-needs a reason. Blocking findings, which keep the layers from making a spec, cannot be suppressed.
+findings of its codes in the lines that it is about (`runspec.core.schema.findings.find_comments`).
+It needs a reason. Blocking findings, which keep the layers from making a spec, cannot be
+suppressed.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import get_args
 
 import runspec.lint.rules  # noqa: F401  (registers them)
 from runspec.core.errors import UserError
-from runspec.core.spec.findings import Comment, Edit, Finding, replacing
-from runspec.core.spec.layers import ParsedFiles, profile_path
-from runspec.core.spec.load import VARIABLE, Layered, SpecFiles, load_layers
-from runspec.core.spec.schema_fields import close_match
-from runspec.core.spec.validate import locate, to_python
+from runspec.core.schema.findings import Comment, Edit, Finding, replacing
+from runspec.core.schema.layers import ParsedFiles, profile_path
+from runspec.core.schema.load import VARIABLE, Layered, SpecFiles, load_layers
+from runspec.core.schema.schema_fields import close_match
+from runspec.core.schema.validate import locate, to_python
 from runspec.lint import RULES, Context, Group, violations
 
 _in_order = attrgetter("file", "line", "column", "code", "path", "message")

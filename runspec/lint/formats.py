@@ -29,8 +29,16 @@ from urllib.parse import quote
 from runspec.core import entry_points
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.spec.findings import SET_FILE, Edit, Finding, excerpt, finite, from_here, measured
-from runspec.core.spec.yaml_nodes import MAX_CHARACTERS, parse_yaml
+from runspec.core.schema.findings import (
+    SET_FILE,
+    Edit,
+    Finding,
+    excerpt,
+    finite,
+    from_here,
+    measured,
+)
+from runspec.core.schema.yaml_nodes import MAX_CHARACTERS, parse_yaml
 from runspec.lint import RULES
 from runspec.lint.check import CheckedFiles
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, variance
 
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from runspec.local.formatting import number, share
 from runspec.local.metrics import Row, mean
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec.core.run_files import evaluation_files
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from runspec.local.formatting import number
 from runspec.local.metrics import Row
 from runspec.local.plots import Curve, Figure

@@ -20,8 +20,8 @@ from runspec.core.canonical import MalformedJson, digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import Folder, new_directory, read_bounded
 from runspec.core.models.family import load_config
+from runspec.core.schema import RunSpec
 from runspec.core.signed import BadSignature
-from runspec.core.spec.schema import RunSpec
 from runspec.lint import TokenizerFiles
 from runspec.local.evaluations import result_line, results_of
 from runspec.local.formatting import reported

@@ -17,12 +17,11 @@ from runspec.core.models.family import load_config, model_config
 from runspec.core.models.hardware import device_count
 from runspec.core.models.parameters import WIDTH, trained_count, trained_parameters
 from runspec.core.run_files import checkpoints_folder, numbered, state_folder, versions_in
-from runspec.core.spec import role_names
-from runspec.core.spec.load import FILE_NAME as SPEC_FILE
-from runspec.core.spec.load import load_resolved
-from runspec.core.spec.role_names import evaluator_pool, island_names, island_spec
-from runspec.core.spec.schema import Hardware, Mesh, RunSpec
-from runspec.core.spec.source_files import missing_plugins, source_files
+from runspec.core.schema import Hardware, Mesh, RunSpec, role_names
+from runspec.core.schema.load import FILE_NAME as SPEC_FILE
+from runspec.core.schema.load import load_resolved
+from runspec.core.schema.role_names import evaluator_pool, island_names, island_spec
+from runspec.core.schema.source_files import missing_plugins, source_files
 from runspec.estimate.broadcast import version_size
 from runspec.estimate.learner import moment_elements
 from runspec.lint.rules.samplers import unsupported_heads

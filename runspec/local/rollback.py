@@ -36,9 +36,9 @@ from runspec.core.files import (
     temporary_name,
     write_atomic,
 )
-from runspec.core.spec.load import load_resolved, spec_digest
-from runspec.core.spec.role_names import island_names, step_overlap
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import load_resolved, spec_digest
+from runspec.core.schema.role_names import island_names, step_overlap
 from runspec.local.apply import REPORT_FILE, SUMMARY_FILE, write_summary
 from runspec.local.formatting import reported
 from runspec.local.model_folders import full_states

@@ -25,11 +25,11 @@ from runspec.core import entry_points
 from runspec.core.canonical import canonical_json, digest_bytes, parse_object
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.spec.fields import CHANGE_CLASSES, ChangeClass
-from runspec.core.spec.load import MAX_BYTES as MAX_SPEC_BYTES
-from runspec.core.spec.load import dump_resolved, parse_resolved, spec_digest
-from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.schema_fields import field_at
+from runspec.core.schema import RunSpec
+from runspec.core.schema.fields import CHANGE_CLASSES, ChangeClass
+from runspec.core.schema.load import MAX_BYTES as MAX_SPEC_BYTES
+from runspec.core.schema.load import dump_resolved, parse_resolved, spec_digest
+from runspec.core.schema.schema_fields import field_at
 
 Kind = Literal["add", "change", "remove"]
 LIVE: frozenset[ChangeClass] = frozenset({"hot", "rolling"})

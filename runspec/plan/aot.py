@@ -23,8 +23,8 @@ from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import hf_config
-from runspec.core.spec.load import FILE_NAME, dump_resolved
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import FILE_NAME, dump_resolved
 
 DEADLINE_S = 1800.0
 """A step of 32B on 64 chips takes a minute on two cores, one of 512 chips some more."""

@@ -11,8 +11,8 @@ from runspec import simulate as model
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_count, device_of
 from runspec.core.models.parameters import StepFlops, parameter_count, step_flops
-from runspec.core.spec.role_names import island_names, island_spec
-from runspec.core.spec.schema import RunSpec, SamplerPool
+from runspec.core.schema import RunSpec, SamplerPool
+from runspec.core.schema.role_names import island_names, island_spec
 from runspec.estimate import assumed, speed
 from runspec.estimate.assumed import Assumed, Cost, cost, inputs
 from runspec.estimate.broadcast import (

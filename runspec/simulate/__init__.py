@@ -16,7 +16,7 @@ from random import Random
 from typing import Literal
 
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from runspec.estimate import assumed
 from runspec.estimate.broadcast import VersionSize
 from runspec.estimate.speed import check_tokens_per_s, decode_speed, island_seconds, learner_seconds

@@ -18,12 +18,11 @@ from pydantic_core import ErrorDetails
 
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec import fields
-from runspec.core.spec.findings import Finding, format_finding
-from runspec.core.spec.schema import Hardware, RunSpec, SamplerPool
-from runspec.core.spec.schema_fields import close_match
-from runspec.core.spec.validate import locate, schema_finding, to_python
-from runspec.core.spec.yaml_nodes import MapNode, parse_yaml
+from runspec.core.schema import Hardware, RunSpec, SamplerPool, fields
+from runspec.core.schema.findings import Finding, format_finding
+from runspec.core.schema.schema_fields import close_match
+from runspec.core.schema.validate import locate, schema_finding, to_python
+from runspec.core.schema.yaml_nodes import MapNode, parse_yaml
 from runspec.estimate import assumed
 from runspec.estimate.broadcast import VersionSize, arrivals
 from runspec.estimate.speed import decode_speed

@@ -13,7 +13,7 @@ from math import inf
 
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from runspec.estimate.broadcast import version_size
 from runspec.simulate import (
     BROADCAST,

@@ -22,7 +22,7 @@ import numpy as np
 
 from runspec.core.errors import UserError
 from runspec.core.models.parameters import MAX_SEQUENCES
-from runspec.core.spec.schema import SamplerPool
+from runspec.core.schema import SamplerPool
 from sampler.engine.arguments import (
     engine_arguments,
     kv_cache_error,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import SamplerPool
+from runspec.core.schema import SamplerPool
 from verify.toploc.codec import CHUNK_ROWS, TOP_K, Selection
 
 

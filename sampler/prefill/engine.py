@@ -25,7 +25,7 @@ from bridge.prefill import VersionedPrefill
 from runspec.core.errors import UserError
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import prefill_bytes
-from runspec.core.spec.schema import Hardware, Learner, RunSpec
+from runspec.core.schema import Hardware, Learner, RunSpec
 from sampler.prefill.states import divide, hidden_states, spans, upload
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation, require_fits
 from verify.token_facts import Drawn, TokenFacts, Vocabulary, Wanted, facts_of, outputs_of

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from runspec.core.canonical import digest_bytes, hash_parts
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import Data
+from runspec.core.schema import Data
 from runspec.core.tokenizer_files import ChatTemplate, TokenizerFiles
 
 THINK, THINK_END = "<think>", "</think>"

@@ -26,7 +26,7 @@ from benchmarks.references.ngram import NGram
 from learner_jax.corpus.packed import CorpusRows
 from learner_jax.corpus.sources import GeneratedReads
 from learner_jax.corpus.tokenizer import Scheme, train_tokenizer
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from tests.campaigns.sampler import GSM8K
 
 LOG = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from runspec.core.models import family as families
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import MODELS_GROUP, Family, Row, family, load_config, parse_config
 from runspec.core.models.parameters import adapter_rows, parameters, trained_parameters
-from runspec.core.spec.schema import Lora
+from runspec.core.schema import Lora
 from tests.family_package.installed import FOLDER, add_package, family_paths
 from tests.learner_jax.families import saved
 from tests.learner_jax.test_families import assert_parity

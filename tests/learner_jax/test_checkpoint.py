@@ -39,7 +39,7 @@ from runspec.core import files
 from runspec.core.errors import UserError
 from runspec.core.files import Folder, ObjectPath, folder_at, last_file
 from runspec.core.run_files import clear_unfinished, versions_in
-from runspec.core.spec.load import dump_resolved
+from runspec.core.schema.load import dump_resolved
 from tests.learner_jax.conftest import changed, write_initial_model
 from tests.learner_jax.test_runner import train_to_the_end
 from tests.object_store import BUCKET, s3_server

@@ -25,7 +25,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import ObjectPath
 from runspec.core.process import EXIT_USER_ERROR
 from runspec.core.run_files import params_folder, state_folder, versions_in, weights_folder
-from runspec.core.spec.load import dump_resolved
+from runspec.core.schema.load import dump_resolved
 from tests.learner_jax.conftest import Run, changed, tiny_spec
 from tests.learner_jax.test_runner import (
     assert_same_weights,

@@ -42,7 +42,7 @@ from runspec.core.models.family import hf_config, load_config, parse_config
 from runspec.core.models.family import model_config as estimated_config
 from runspec.core.models.parameters import parameters, trained_parameters
 from runspec.core.run_files import state_folder
-from runspec.core.spec.schema import Lora, Mesh
+from runspec.core.schema import Lora, Mesh
 from tests.learner_jax.conftest import Run, changed, tiny_spec, write_initial_model
 from tests.learner_jax.families import in_double, lines, loaded, saved
 

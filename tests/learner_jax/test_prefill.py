@@ -35,11 +35,11 @@ from learner_jax.prefill import (
 )
 from learner_jax.sharding import Execution, make_mesh, shard_params
 from learner_jax.warm_start import model_config
+from runspec.core import schema
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.run_files import params_folder
-from runspec.core.spec import schema
 from sampler.prefill.engine import TorchPrefill
 from tests.broadcast.conftest import Served
 from tests.learner_jax.conftest import VOCABULARY, Run, changed, tiny_spec, write_initial_model

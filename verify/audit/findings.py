@@ -11,8 +11,8 @@ from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.roles import MAX_BYTES, Roles, issued_at, open_roles
+from runspec.core.schema import RunSpec
 from runspec.core.signed import BadSignature, SigningKey
-from runspec.core.spec.schema import RunSpec
 
 _LONGEST = 200
 """Characters of a found or expected value; a ledger may hold anything."""

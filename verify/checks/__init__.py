@@ -1,6 +1,6 @@
 """The checks of a submission, cheap ones first; each is one function (`verify.checks.base`)."""
 
-from runspec.core.spec.schema import SamplerPool
+from runspec.core.schema import SamplerPool
 from verify.checks import prefill, rows
 from verify.checks.base import Check
 from verify.checks.rows import duplicates

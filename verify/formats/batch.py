@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
+from runspec.core.schema import RunSpec
 from runspec.core.signed import (
     STRICT,
     BadSignature,
@@ -21,7 +22,6 @@ from runspec.core.signed import (
     open_payload,
     sign_document,
 )
-from runspec.core.spec.schema import RunSpec
 from verify.formats.islands import IslandShare, check_shares, without_empty_shares
 from verify.formats.lease import Lease
 

@@ -11,6 +11,7 @@ from pydantic import Field, TypeAdapter
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
+from runspec.core.schema.fields import NAME_PATTERN
 from runspec.core.signed import (
     STRICT,
     BadSignature,
@@ -21,7 +22,6 @@ from runspec.core.signed import (
     open_payload,
     sign_document,
 )
-from runspec.core.spec.fields import NAME_PATTERN
 
 KIND = "evaluation"
 MAX_EVALUATION_BYTES = 16 * 1024 * 1024

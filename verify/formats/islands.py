@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from runspec.core.address import is_server_url
 from runspec.core.canonical import canonical_json, digest_bytes
+from runspec.core.schema.fields import NAME_PATTERN
 from runspec.core.signed import (
     STRICT,
     BadSignature,
@@ -24,7 +25,6 @@ from runspec.core.signed import (
     open_payload,
     sign_document,
 )
-from runspec.core.spec.fields import NAME_PATTERN
 
 T = TypeVar("T")
 

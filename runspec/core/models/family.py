@@ -38,7 +38,7 @@ from runspec.core.models.config import (
     read_config,
     rope_fields,
 )
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 
 MODELS_GROUP = "runspec.models"
 AXES = {

@@ -29,7 +29,7 @@ from typing import Any
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import AXES, ZEROS, Initial, Row, family, normal
-from runspec.core.spec.schema import Learner, Lora, Mesh, RunSpec, SamplerPool
+from runspec.core.schema import Learner, Lora, Mesh, RunSpec, SamplerPool
 
 MESH_AXES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runspec.core.spec.role_names import members
+from runspec.core.schema.role_names import members
 from runspec.lint import Context, Found, divisors, relation, rule
 
 

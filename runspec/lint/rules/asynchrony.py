@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.role_names import step_overlap
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.role_names import step_overlap
 from runspec.estimate.assumed import changed_share
 from runspec.estimate.broadcast import arrivals, version_size
 from runspec.estimate.speed import step_seconds

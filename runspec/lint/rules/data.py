@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Literal
 
 from runspec.core.errors import UserError
-from runspec.core.spec import source_files as sources
-from runspec.core.spec.role_names import members
-from runspec.core.spec.schema import Data, Source
-from runspec.core.spec.schema_fields import close_match
-from runspec.core.spec.source_files import missing_plugins
+from runspec.core.schema import Data, Source
+from runspec.core.schema import source_files as sources
+from runspec.core.schema.role_names import members
+from runspec.core.schema.schema_fields import close_match
+from runspec.core.schema.source_files import missing_plugins
 from runspec.lint import Context, Found, TokenizerFiles, Violation, relation, rule
 
 _COLUMNS = ("problem_id", "task_type", "prompt", "verification_info", "type", "instruction")

@@ -13,7 +13,7 @@ from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import DEVICES, device_count, device_of
 from runspec.core.models.parameters import MAX_LOGITS, MEMORY_UTILIZATION, prefill_bytes
 from runspec.core.models.parameters import logits_chunk as logits_positions
-from runspec.core.spec.schema_fields import close_match
+from runspec.core.schema.schema_fields import close_match
 from runspec.estimate.assumed import weight_move
 from runspec.estimate.broadcast import version_size
 from runspec.estimate.learner import learner_memory

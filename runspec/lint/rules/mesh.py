@@ -11,7 +11,7 @@ from math import lcm, prod
 
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import DEVICES, device_count
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from runspec.lint import (
     Context,
     Found,

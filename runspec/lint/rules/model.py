@@ -9,7 +9,7 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import model_names, named_model
 from runspec.core.models.parameters import matrix_shapes
-from runspec.core.spec.source_files import column_of
+from runspec.core.schema.source_files import column_of
 from runspec.lint import (
     Context,
     Found,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from math import floor
 
 from runspec.core.address import is_loopback, parse_url, server_urls
-from runspec.core.spec import role_names as roles
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema import role_names as roles
 from runspec.estimate.assumed import hourly_price
 from runspec.estimate.speed import step_seconds
 from runspec.lint import Context, Found, Violation, relation, rule

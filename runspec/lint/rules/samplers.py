@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from runspec.core.models.config import Dynamic, Linear, ModelConfig, Yarn
 from runspec.core.models.hardware import device_count
 from runspec.core.models.parameters import CPU_HEAD_SIZES
-from runspec.core.spec.schema import Hardware, RunSpec
+from runspec.core.schema import Hardware, RunSpec
 from runspec.lint import Context, Found, Violation, divisors, model_rule, relation, rule
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from runspec.core.address import is_loopback, parse_url, server_urls
-from runspec.core.spec.schema import RunSpec, SamplerPool
+from runspec.core.schema import RunSpec, SamplerPool
 from runspec.lint import Context, Found, Violation, relation, rule
 from runspec.lock import COMMIT, is_on_hub
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runspec.core.spec.schema import Reward, RunSpec
+from runspec.core.schema import Reward, RunSpec
 from runspec.estimate.assumed import LORA_GAIN, weight_move
 from runspec.lint import Context, Found, found_by_loader, relation, rule
 

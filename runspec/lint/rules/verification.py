@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from runspec.core.errors import UserError
-from runspec.core.spec.load import profile_text
-from runspec.core.spec.role_names import elsewhere, validator_names
+from runspec.core.schema.load import profile_text
+from runspec.core.schema.role_names import elsewhere, validator_names
 from runspec.estimate.speed import step_seconds, tokens_to_check, validator_tokens_per_s
 from runspec.lint import Context, Found, Violation, relation, rule
 from runspec.lint.rules.security import untrusted_pools

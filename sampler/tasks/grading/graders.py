@@ -15,7 +15,7 @@ from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from dataclasses import dataclass
 
-from runspec.core.spec.schema import Reward
+from runspec.core.schema import Reward
 from sampler.tasks.grading.answers import (
     MAX_ANSWER_CHARS,
     MAX_GRADERS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import Reward
+from runspec.core.schema import Reward
 from sampler.tasks.interfaces import LengthTerm
 
 

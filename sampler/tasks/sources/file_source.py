@@ -36,8 +36,8 @@ from runspec.core.rows import (
     readable,
     table_rows,
 )
-from runspec.core.spec.schema import Source
-from runspec.core.spec.source_files import file_digest, row_files, source_files
+from runspec.core.schema import Source
+from runspec.core.schema.source_files import file_digest, row_files, source_files
 from sampler.tasks.interfaces import Keep, Part
 from sampler.tasks.sources.rows import ProblemRows, RowReader
 from verify.plugins import Problem

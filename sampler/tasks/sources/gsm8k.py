@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import Source
+from runspec.core.schema import Source
 from sampler.tasks.sources.jsonl import JsonlSource
 from sampler.tasks.sources.rows import RowReader, text
 from verify.plugins import Problem

@@ -6,7 +6,7 @@ import reasoning_gym
 
 from runspec.core.canonical import hash_parts
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import Source
+from runspec.core.schema import Source
 from sampler.tasks.interfaces import Keep
 from verify.plugins import Problem
 

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from runspec.core.spec.schema import Source
+from runspec.core.schema import Source
 from sampler.tasks.sources.jsonl import JsonlSource
 from sampler.tasks.sources.rows import RowReader, malformed, text
 from verify.plugins import Problem

@@ -14,7 +14,7 @@ from runspec.core.models.config import Dynamic, Linear, Llama3, ModelConfig, Yar
 from runspec.core.models.family import hf_config, model_names, named_model, parse_config
 from runspec.core.models.hardware import DEVICES, device_count, jax_device
 from runspec.core.models.parameters import parameter_count
-from runspec.core.spec.schema import Hardware
+from runspec.core.schema import Hardware
 from runspec.core.tokenizer_files import ChatTemplate
 
 PUBLISHED_PARAMETERS = {

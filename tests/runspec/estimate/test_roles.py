@@ -20,7 +20,7 @@ from runspec.core.models.parameters import (
     trained_count,
     useful_flops,
 )
-from runspec.core.spec.schema import Broadcast, Lora, Origin, Relay, RunSpec
+from runspec.core.schema import Broadcast, Lora, Origin, Relay, RunSpec
 from runspec.estimate import broadcast, speed
 from runspec.estimate.assumed import changed_share
 from runspec.estimate.learner import learner_memory

@@ -15,7 +15,7 @@ from runspec.cli.estimate_view import show_estimate
 from runspec.core.errors import UserError
 from runspec.core.models.family import model_config
 from runspec.core.models.parameters import forward_flops, useful_flops
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from runspec.estimate.assumed import REPORT_TRIPS, ROUND_TRIPS, SHARE_BYTES_S, cost
 from runspec.estimate.broadcast import IslandsEstimate
 from runspec.estimate.speed import step_seconds

@@ -13,14 +13,14 @@ import pytest
 
 from runspec.cli.spec_files import located
 from runspec.core.models.parameters import CPU_HEAD_SIZES
-from runspec.core.spec import yaml_nodes
-from runspec.core.spec.findings import format_finding
-from runspec.core.spec.load import SpecFiles
+from runspec.core.schema import yaml_nodes
+from runspec.core.schema.findings import format_finding
+from runspec.core.schema.load import SpecFiles
 from runspec.core.tokenizer_files import TEMPLATE_DATE
 from runspec.lint import RULES, check
 from runspec.lint.rules.security import secret_kind
-from tests.runspec.core.spec import spec_files
-from tests.runspec.core.spec.spec_files import BASE, DOCUMENTS, EXAMPLES, FLEET, find, load
+from tests.runspec.core.schema import spec_files
+from tests.runspec.core.schema.spec_files import BASE, DOCUMENTS, EXAMPLES, FLEET, find, load
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 ROOM = "max_model_len: 96, max_new_tokens: 48, dtype: float32, trust: trusted"

@@ -13,8 +13,8 @@ from learner_jax.aot import used_programs
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.models.family import model_config
-from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.schema_fields import block_in, schema_fields
+from runspec.core.schema import RunSpec
+from runspec.core.schema.schema_fields import block_in, schema_fields
 from runspec.plan import (
     READERS,
     BadPlan,

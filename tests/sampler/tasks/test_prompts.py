@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import Data, Reward
+from runspec.core.schema import Data, Reward
 from sampler.tasks.grading.answers import Answer
 from sampler.tasks.grading.graders import Graders
 from sampler.tasks.interfaces import Score

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from runspec.core.spec.schema import Backlog as BacklogLimits
+from runspec.core.schema import Backlog as BacklogLimits
 from verify.coordinator.edge.requests import Refusal
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine.events import SubmissionDeferred

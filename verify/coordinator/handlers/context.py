@@ -10,8 +10,8 @@ from typing import Any
 from aiohttp import web
 
 from runspec.core.roles import Roles
+from runspec.core.schema import RunSpec
 from runspec.core.signed import SigningKey
-from runspec.core.spec.schema import RunSpec
 from verify.coordinator.edge.authentication import Authentication
 from verify.coordinator.edge.backlog import Backlog
 from verify.coordinator.edge.requests import Refusal, read_json, send

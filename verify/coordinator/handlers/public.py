@@ -29,8 +29,8 @@ from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.http_server import PREFIX, counter, gauge
 from runspec.core.run_files import EVALUATIONS_NAME, evaluation_file, evaluation_files
+from runspec.core.schema.source_files import data_digest, file_digest, source_files
 from runspec.core.signed import BadSignature
-from runspec.core.spec.source_files import data_digest, file_digest, source_files
 from verify.coordinator.edge.requests import Refusal, read_body, refusing, send_file
 from verify.coordinator.handlers import islands, workers
 from verify.coordinator.handlers.context import RunContext

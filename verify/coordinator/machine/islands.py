@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from rpds import HashTrieMap
 
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from verify.coordinator.machine import events
 from verify.formats.islands import Contribution, Dropped, ShareOffered, record_digest
 

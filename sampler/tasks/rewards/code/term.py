@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import ClassVar
 
-from runspec.core.spec.schema import Reward
+from runspec.core.schema import Reward
 from sampler.sandbox import Limits
 from sampler.tasks.grading.launch import mechanisms
 from sampler.tasks.interfaces import Score, TaskTerm

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from runspec.core.spec.schema import Reward
+from runspec.core.schema import Reward
 from sampler.tasks.rewards.code.judge import program_of, same_output
 from sampler.tasks.rewards.code.sessions import with_names
 from sampler.tasks.rewards.code.term import CodeReward

@@ -15,13 +15,12 @@ from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
-from runspec.core.spec import yaml_nodes
-from runspec.core.spec.fields import NAME_PATTERN, NAME_WORDS, Block, UnitError
-from runspec.core.spec.findings import Finding, Number, Place, replacing
-from runspec.core.spec.schema import SUPERVISED, RunSpec, Verify
-from runspec.core.spec.schema.training import DEFAULT_KIND
-from runspec.core.spec.schema_fields import close_match, field_at, schema_fields
-from runspec.core.spec.yaml_text import other_reading
+from runspec.core.schema import SUPERVISED, RunSpec, Verify, yaml_nodes
+from runspec.core.schema.fields import NAME_PATTERN, NAME_WORDS, Block, UnitError
+from runspec.core.schema.findings import Finding, Number, Place, replacing
+from runspec.core.schema.schema_fields import close_match, field_at, schema_fields
+from runspec.core.schema.training import DEFAULT_KIND
+from runspec.core.schema.yaml_text import other_reading
 
 _EXPECTED = {
     "int_type": "a whole number",

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from runspec.core.spec import fields
+from runspec.core.schema import fields
 
 _LEAST_SILENCE_S = 5.0
 _MOST_ISLANDS = 1000

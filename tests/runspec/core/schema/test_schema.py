@@ -6,13 +6,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from runspec.core.spec.field_docs import DRAFTS, field_doc, json_schema
-from runspec.core.spec.fields import CHANGE_CLASSES
-from runspec.core.spec.schema_fields import field_at, schema_fields
-from runspec.core.spec.validate import to_python
-from runspec.core.spec.yaml_nodes import parse_yaml
-from tests.runspec.core.spec.field_table import with_table
-from tests.runspec.core.spec.spec_files import EXAMPLES, SMALL, SPECS
+from runspec.core.schema.field_docs import DRAFTS, field_doc, json_schema
+from runspec.core.schema.fields import CHANGE_CLASSES
+from runspec.core.schema.schema_fields import field_at, schema_fields
+from runspec.core.schema.validate import to_python
+from runspec.core.schema.yaml_nodes import parse_yaml
+from tests.runspec.core.schema.field_table import with_table
+from tests.runspec.core.schema.spec_files import EXAMPLES, SMALL, SPECS
 
 VALIDATORS = {"07": jsonschema.Draft7Validator, "2020-12": jsonschema.Draft202012Validator}
 SHIPPED = [*sorted(SPECS.rglob("*.yaml")), *sorted(EXAMPLES.rglob("good.yaml"))]
@@ -79,7 +79,7 @@ def test_the_page_has_every_field_as_a_sentence_and_every_class_of_change():
     docs = {path: field_doc(f) for path, f in schema_fields().items()}
     assert [path for path, doc in docs.items() if not doc.endswith((".", ")"))] == []
     page = (Path(__file__).parents[4] / "docs" / "spec.md").read_text(encoding="utf-8")
-    # else: python -m tests.runspec.core.spec.field_table docs/spec.md
+    # else: python -m tests.runspec.core.schema.field_table docs/spec.md
     assert with_table(page) == page
     for name, meaning in CHANGE_CLASSES.items():
         assert f"| `{name}` | {meaning} |" in page

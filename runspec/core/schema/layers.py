@@ -15,10 +15,9 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.spec import yaml_nodes
-from runspec.core.spec.findings import SET_FILE, Comment, Finding, Place
-from runspec.core.spec.schema import VERSION
-from runspec.core.spec.schema_fields import block_in, close_match, named_item, schema_fields
+from runspec.core.schema import VERSION, yaml_nodes
+from runspec.core.schema.findings import SET_FILE, Comment, Finding, Place
+from runspec.core.schema.schema_fields import block_in, close_match, named_item, schema_fields
 
 MAX_FILES = 32
 _SUFFIXES = (".yaml", ".yml")

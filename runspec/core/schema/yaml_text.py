@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from runspec.core.spec.yaml_nodes import ScalarValue, resolve_scalar
+from runspec.core.schema.yaml_nodes import ScalarValue, resolve_scalar
 
 _BOOL = {**dict.fromkeys("yY", True), **dict.fromkeys("nN", False)}
 """Readings of YAML 1.1 that PyYAML leaves out."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from runspec.core.spec import fields
+from runspec.core.schema import fields
 
 
 class ModelShape(fields.Block):

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runspec.core.spec.fields import DURATION, RATE, SIZE
-from runspec.core.spec.validate import to_python
-from runspec.core.spec.yaml_nodes import (
+from runspec.core.schema.fields import DURATION, RATE, SIZE
+from runspec.core.schema.validate import to_python
+from runspec.core.schema.yaml_nodes import (
     MAX_CHARACTERS,
     MAX_NODES,
     MapNode,
     parse_yaml,
     resolve_scalar,
 )
-from runspec.core.spec.yaml_text import other_reading, to_yaml
-from tests.runspec.core.spec.spec_files import load, small_spec
+from runspec.core.schema.yaml_text import other_reading, to_yaml
+from tests.runspec.core.schema.spec_files import load, small_spec
 
 KEY = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40)

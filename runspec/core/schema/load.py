@@ -23,19 +23,18 @@ from pydantic import ValidationError
 from runspec.core.canonical import canonical_json, digest_bytes, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import expand_user, read_bounded
-from runspec.core.spec import yaml_nodes
-from runspec.core.spec.findings import SET_FILE, Comment, Finding, Place, format_finding
-from runspec.core.spec.layers import (
+from runspec.core.schema import CalibrationProfile, RunSpec, yaml_nodes
+from runspec.core.schema.findings import SET_FILE, Comment, Finding, Place, format_finding
+from runspec.core.schema.layers import (
     LayerReader,
     ParsedFiles,
     is_placement,
     profile_path,
     site_layers,
 )
-from runspec.core.spec.lock_file import is_lock, parse_lock
-from runspec.core.spec.schema import CalibrationProfile, RunSpec
-from runspec.core.spec.schema_fields import NewName, judge_new_names, merge_layers
-from runspec.core.spec.validate import locate, validate
+from runspec.core.schema.lock_file import is_lock, parse_lock
+from runspec.core.schema.schema_fields import NewName, judge_new_names, merge_layers
+from runspec.core.schema.validate import locate, validate
 
 _MISSING = ("missing-key", "no-seed")
 VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::\?([^}]*))?\}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from runspec.core.spec.schema import IslandMember, RunSpec, SamplerPool
+from runspec.core.schema import IslandMember, RunSpec, SamplerPool
 
 TRUNK = ("origin", "coordinator", "publisher", "learner")
 """Names of the processes that share the run directory; `trunk_names` has the islands' too."""

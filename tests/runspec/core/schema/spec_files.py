@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
 
-from runspec.core.spec.findings import Finding
-from runspec.core.spec.load import SpecFiles
+from runspec.core.schema.findings import Finding
+from runspec.core.schema.load import SpecFiles
 from runspec.lint.check import CheckedSpec, check_spec
 
 SPECS = Path(__file__).parents[4] / "specs"

@@ -19,17 +19,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import TypeAdapter
 
-from runspec.core.spec.fields import CHANGE_CLASSES, DURATION, RATE, SIZE, Block
-from runspec.core.spec.layers import KIND
-from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.schema_fields import (
+from runspec.core.schema import RunSpec
+from runspec.core.schema.fields import CHANGE_CLASSES, DURATION, RATE, SIZE, Block
+from runspec.core.schema.layers import KIND
+from runspec.core.schema.schema_fields import (
     SchemaField,
     block_in,
     fields_in,
     named_item,
     schema_fields,
 )
-from runspec.core.spec.yaml_text import yaml_scalar
+from runspec.core.schema.yaml_text import yaml_scalar
 
 _QUANTITIES = {each.pattern: each for each in (DURATION, SIZE, RATE)}
 _NAMES = {"integer": "whole number", "number": "number", "boolean": "true or false"}

@@ -1,6 +1,6 @@
 """Schema of runspec/v1: frozen data classes; every field has its meaning and unit.
 
-Roles read a resolved spec through these classes only. `runspec.core.spec.load` makes one resolved
+Roles read a resolved spec through these classes only. `runspec.core.schema.load` makes one resolved
 spec from YAML layers. This module has the spec itself, and how a run is kept, placed and paid for.
 """
 
@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from runspec.core.spec import fields
-from runspec.core.spec.schema.learner import (
+from runspec.core.schema import fields
+from runspec.core.schema.learner import (
     Attention,
     Hardware,
     IslandMember,
@@ -23,7 +23,7 @@ from runspec.core.spec.schema.learner import (
     Packing,
     Remat,
 )
-from runspec.core.spec.schema.samplers import (
+from runspec.core.schema.samplers import (
     Backlog,
     Broadcast,
     CalibrationProfile,
@@ -35,7 +35,7 @@ from runspec.core.spec.schema.samplers import (
     Thresholds,
     Verify,
 )
-from runspec.core.spec.schema.training import (
+from runspec.core.schema.training import (
     AnyAlgorithm,
     Clip,
     Data,

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from runspec.core.spec.findings import MARKER, Comment, Finding, Place, Span, find_comments
+from runspec.core.schema.findings import MARKER, Comment, Finding, Place, Span, find_comments
 
 MAX_CHARACTERS = 256 * 1024
 MAX_DEPTH = 32

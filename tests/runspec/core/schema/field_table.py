@@ -1,6 +1,6 @@
 """Table of the schema's fields in docs/spec.md.
 
-`python -m tests.runspec.core.spec.field_table docs/spec.md` rewrites it between its marks; a test
+`python -m tests.runspec.core.schema.field_table docs/spec.md` rewrites it between its marks; a test
 compares them.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from runspec.core.spec.field_docs import block_doc, counted_type, default_words, field_doc
-from runspec.core.spec.fields import Block
-from runspec.core.spec.schema_fields import SchemaField, fields_in, schema_fields
+from runspec.core.schema.field_docs import block_doc, counted_type, default_words, field_doc
+from runspec.core.schema.fields import Block
+from runspec.core.schema.schema_fields import SchemaField, fields_in, schema_fields
 
 BEGIN, END = "<!-- fields -->\n", "<!-- end of fields -->\n"
 

@@ -21,7 +21,7 @@ from runspec.core.canonical import digest_file, hash_parts
 from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
 from runspec.core.files import expand_user, read_json
-from runspec.core.spec.schema import RunSpec, Source
+from runspec.core.schema import RunSpec, Source
 
 MAX_FILES = 65_536
 """Most files that one source may read."""

@@ -13,11 +13,11 @@ from pydantic import Field, ValidationError
 from runspec.core.canonical import digest_bytes, digest_file
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.spec.fields import Block
-from runspec.core.spec.findings import Finding
-from runspec.core.spec.validate import locate, to_python
-from runspec.core.spec.yaml_nodes import MAX_CHARACTERS, Node, parse_yaml, text_at
-from runspec.core.spec.yaml_text import to_yaml
+from runspec.core.schema.fields import Block
+from runspec.core.schema.findings import Finding
+from runspec.core.schema.validate import locate, to_python
+from runspec.core.schema.yaml_nodes import MAX_CHARACTERS, Node, parse_yaml, text_at
+from runspec.core.schema.yaml_text import to_yaml
 
 LOCK_VERSION: Final = "runspec-lock/v2"
 MODEL, TOKENIZER, DATA = "model", "model.tokenizer", "data.sources."

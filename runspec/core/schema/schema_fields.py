@@ -19,10 +19,9 @@ from typing import Any, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
-from runspec.core.spec import yaml_nodes
-from runspec.core.spec.fields import Block, Change, ChangeClass, Site, Unit
-from runspec.core.spec.findings import Finding, Place, replacing
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec, yaml_nodes
+from runspec.core.schema.fields import Block, Change, ChangeClass, Site, Unit
+from runspec.core.schema.findings import Finding, Place, replacing
 
 
 @cache

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from runspec.core.spec import fields
-from runspec.core.spec.schema.learner import Hardware
+from runspec.core.schema import fields
+from runspec.core.schema.learner import Hardware
 
 
 class Parallel(fields.Block):

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from runspec.core.errors import UserError
-from runspec.core.spec.load import SpecFiles, dump_resolved, parse_resolved
-from runspec.core.spec.role_names import island_names, island_spec, step_overlap
-from runspec.core.spec.schema import Islands, RunSpec
+from runspec.core.schema import Islands, RunSpec
+from runspec.core.schema.load import SpecFiles, dump_resolved, parse_resolved
+from runspec.core.schema.role_names import island_names, island_spec, step_overlap
 from runspec.lint.check import CheckedSpec, check_spec
-from tests.runspec.core.spec.spec_files import BASE, DOCUMENTS, lines, load, small_spec, write
+from tests.runspec.core.schema.spec_files import BASE, DOCUMENTS, lines, load, small_spec, write
 
 HEAD = "version: runspec/v1\nkind: Placement\nname: here\n"
 EXTENDS = "1:11: error extends: extends: "
