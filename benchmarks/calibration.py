@@ -27,9 +27,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.null.text_model import PROMPT, Size, held_out, read_text, train
 from benchmarks.perturbed import Change, Rejections, int8, noise, perturb
 from learner_jax.leaves import save_weights
-from runspec.core.models.decoder import hf_config
+from runspec.core.models.family import hf_config
 from runspec.core.process import setup_logging
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from tests.verify.calibration.honest_run import WORKER, HonestRun
 from verify.calibration.command import calibrate
 from verify.calibration.measure import find_version, link_version, recomputed, submissions_of

@@ -21,8 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when numpy is first import
 import numpy as np
 
 from runspec.core.canonical import digest_bytes
+from runspec.core.schema import SamplerPool
 from runspec.core.signed import SigningKey
-from runspec.core.spec.schema import SamplerPool
 from verify.checks import Subject
 from verify.checks.prefill import prefill_checks
 from verify.checks.rows import GRADE_CHECKS, ROW_CHECKS, duplicates, fingerprints

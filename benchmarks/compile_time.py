@@ -55,7 +55,7 @@ def first_step(cache: Path) -> dict[str, Any]:
     from learner_jax.sharding import make_mesh, shard_params
     from learner_jax.step import build_programs, compile_ahead
     from learner_jax.warm_start import model_config
-    from runspec.core.spec.load import SpecFiles
+    from runspec.core.schema.load import SpecFiles
     from runspec.lint.check import check_spec
 
     keep_compiled(cache)

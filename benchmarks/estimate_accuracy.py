@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks.runs import ROOT
 from learner_jax.aot_command import parse_topology, prepare_environment, topology_devices
 from runspec.core.models.family import model_config
-from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import SpecFiles
 from runspec.estimate.learner import learner_memory
 from runspec.lint.check import check_spec
 

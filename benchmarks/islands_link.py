@@ -12,7 +12,7 @@ Of each step, the island that computed longest counts: the other also waits for 
 work (`train_s` of metrics.jsonl) and of waiting for the exchange (`waits.islands`) are summed over
 the steps but the first and last, at which a run with overlap has no exchange to hide, or nothing to
 hide it behind. `utilization` is compute_s / (compute_s + exposed_s). `predicted` is what
-`runspec.estimate.islands` says for the same links and seconds of work; `error` is the predicted
+`runspec.estimate.broadcast` says for the same links and seconds of work; `error` is the predicted
 over the measured utilization, less 1. `request_s` is a request by a new connection through a link:
 how true the links are. It should be two round trips.
 
@@ -36,8 +36,8 @@ from benchmarks.wire.processes import Processes
 from learner_jax.__main__ import main as learner
 from runspec.core.http_client import fetch_now
 from runspec.core.models.family import model_config
-from runspec.core.spec.schema import RunSpec
-from runspec.estimate.islands import exchange
+from runspec.core.schema import RunSpec
+from runspec.estimate.broadcast import exchange
 from tests.learner_jax.islands.island_runs import IslandRun
 
 MEGABITS_S, ROUND_TRIP_S = 50.0, 0.1

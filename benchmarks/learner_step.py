@@ -64,7 +64,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from learner_jax.sharding import make_mesh, shard_batch, shard_params
     from learner_jax.step import build_programs, microbatch_bound
     from learner_jax.warm_start import model_config
-    from runspec.core.spec.load import SpecFiles
+    from runspec.core.schema.load import SpecFiles
     from runspec.lint.check import check_spec
 
     spec = check_spec(

@@ -24,15 +24,14 @@ from typing import Any
 from runspec.core.models.family import model_config
 from runspec.core.models.hardware import DEVICES
 from runspec.core.models.parameters import forward_flops, step_flops
-from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import SpecFiles
 from runspec.estimate.assumed import Assumed
-from runspec.estimate.broadcast import broadcast_times, version_bytes
+from runspec.estimate.broadcast import arrivals, version_bytes
 from runspec.estimate.speed import Decode, decode_speed
 from runspec.lint.check import check_spec
-from runspec.simulate.fleet import Member, Strategy
-from runspec.simulate.model import Lengths, Model, draws
-from runspec.simulate.population import Group, StrategyBlock, ValidatorsBlock
+from runspec.simulate import Lengths, Model, draws
+from runspec.simulate.population import Group, Member, Strategy, StrategyBlock, ValidatorsBlock
 from runspec.simulate.run import Simulation
 from verify.coordinator.machine.state import Policy
 
@@ -303,13 +302,13 @@ def broadcast(published: Published) -> dict[str, float]:
     config = model_config(spec)
     assert config is not None, "the shape ships with runspec"
     size = version_bytes(config, spec.broadcast.dtype)
-    minutes = max(broadcast_times(spec, published.broadcast_bytes).values()) / MINUTE
+    minutes = arrivals(spec, published.broadcast_bytes)[-1].seconds / MINUTE
     return {
         "minutes": minutes,
         "published": published.broadcast,
         "error": error(minutes, published.broadcast),
         "version_bytes": size,
-        "minutes_of_version_bytes": max(broadcast_times(spec, size).values()) / MINUTE,
+        "minutes_of_version_bytes": arrivals(spec, size)[-1].seconds / MINUTE,
     }
 
 

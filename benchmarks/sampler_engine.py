@@ -28,7 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is first imported, here a
 
 from safetensors.torch import load_file, save_file
 
-from runspec.core.spec.schema import SamplerPool
+from runspec.core.schema import SamplerPool
 from sampler.engine.arguments import engine_arguments
 from sampler.engine.engine import Engine
 from sampler.engine.requests import SampleRequest

@@ -33,7 +33,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.sampler_engine import WAIT_S, Side, bare_loop, share
-from runspec.core.spec.schema import SamplerPool
+from runspec.core.schema import SamplerPool
 from sampler.engine.arguments import engine_arguments
 from sampler.engine.engine import Engine
 from sampler.engine.requests import SampleRequest

@@ -50,9 +50,9 @@ from benchmarks.validating.sampling import LEASES_IN_FLIGHT, Sampler
 from learner_jax.prefill import load_policy as load_jax
 from learner_jax.prefill import prefill as prefill_jax
 from learner_jax.sharding import make_mesh
+from runspec.core import schema
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import matrix_parameters
-from runspec.core.spec import schema
 from sampler.engine.engine import Engine
 from sampler.prefill import load_policy as load_torch
 from sampler.prefill import prefill as prefill_torch

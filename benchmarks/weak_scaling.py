@@ -34,8 +34,8 @@ from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import model_names, named_model, parse_config
 from runspec.core.models.hardware import DEVICES
 from runspec.core.models.parameters import device_positions, logits_chunk
-from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import SpecFiles
 from runspec.lint.check import check_spec
 
 SLICES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runspec.core.errors import UserError
-from runspec.core.object_store import folder_at
+from runspec.core.files import folder_at
 from runspec.core.process import run_role, stop_event
 
 
@@ -68,8 +68,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _publish(arguments: argparse.Namespace, log: logging.Logger) -> None:
     from bridge.publisher import Publisher, publish_versions
-    from runspec.core.metrics import serve_metrics
-    from runspec.core.spec.load import load_resolved
+    from runspec.core.http_server import serve_metrics
+    from runspec.core.schema.load import load_resolved
 
     publisher = Publisher(arguments.run_dir, load_resolved(arguments.run_dir), log)
     serve_metrics(arguments.metrics, publisher.figures, log)

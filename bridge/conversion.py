@@ -24,7 +24,11 @@ from bridge import safetensors_io
 from bridge.delta import apply_deltas, delta_tensors, write_delta
 from bridge.model_files import MODEL_FOLDER, copy_model_files, output_directory
 from bridge.orbax_io import open_leaves, read_pieces, write_leaf, write_metadata
-from bridge.safetensors_io import TensorInfo, listed, read_slice
+from bridge.safetensors_io import (
+    TensorInfo,
+    listed,
+    read_slice,
+)
 from bridge.tensors import contiguous, copy_into, dtype_named
 from bridge.weight_map import (
     MAX_SHARD_BYTES,
@@ -37,10 +41,9 @@ from bridge.weight_map import (
 )
 from bridge.weight_map import Path as LeafPath
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded
+from runspec.core.files import Folder, last_file, read_bounded
 from runspec.core.models.config import CONFIG_NAME, ModelConfig, read_config
 from runspec.core.models.family import load_config
-from runspec.core.object_store import Folder, last_file
 
 PROBE_NAME = "probe.json"
 MAX_PROBE_BYTES = 64 * 1024 * 1024

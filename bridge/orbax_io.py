@@ -30,8 +30,7 @@ from bridge.weight_map import Entry
 from bridge.weight_map import Path as LeafPath
 from runspec.core.canonical import MalformedJson
 from runspec.core.errors import UserError
-from runspec.core.files import read_object, write_atomic
-from runspec.core.object_store import Folder, ObjectPath
+from runspec.core.files import Folder, ObjectPath, read_object, write_atomic
 
 MAX_METADATA_BYTES = 64 * 1024 * 1024
 AHEAD, AHEAD_BYTES = 4, 32 * 1024 * 1024

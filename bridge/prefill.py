@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from broadcast.client import WeightsClient
 from runspec.core.run_files import versions_in
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation
 from verify.truncation import Truncation
 

@@ -32,11 +32,11 @@ from broadcast.store import DELTA_NAME, prune, publish, refresh_latest
 from runspec.core import run_files
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers
-from runspec.core.latest import RESIGN_EVERY_S
-from runspec.core.metrics import counter, gauge
+from runspec.core.http_server import counter, gauge
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
+from runspec.core.roles import RESIGN_EVERY_S
+from runspec.core.schema import RunSpec
 from runspec.core.signed import BadSignature, SigningKey
-from runspec.core.spec.schema import RunSpec
 
 POLL_S = 0.03
 OBJECTS_POLL_S = 1.0

@@ -137,14 +137,14 @@ def _seconds(text: str) -> float:
 
 
 def _size(text: str) -> int:
-    from runspec.core.spec.fields import SIZE
+    from runspec.core.schema.fields import SIZE
 
     return _quantity(text, SIZE.parse)
 
 
 def _rate(text: str) -> int:
     """Return a rate in bytes per second."""
-    from runspec.core.spec.fields import RATE
+    from runspec.core.schema.fields import RATE
 
     return _quantity(text, lambda rate: RATE.parse(rate) / 8)
 

@@ -24,9 +24,9 @@ from broadcast.disk import Identity, identity
 from broadcast.metrics import Metrics
 from broadcast.relay_store import StoredVersions
 from broadcast.store import latest_version
-from runspec.core import latest as latest_format
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
+from runspec.core.roles import MAX_LATEST_BYTES
 
 _LOG_AGAIN_S = 60.0
 IMMUTABLE = "max-age=31536000, immutable"
@@ -143,7 +143,7 @@ class ServedRun:
             seen = identity(path)
             if seen is None or self._seen == seen:
                 return
-            data = read_bounded(path, latest_format.MAX_BYTES)
+            data = read_bounded(path, MAX_LATEST_BYTES)
             self._seen = seen
             version = latest_version(data, place=path)
         except OSError as error:  # for example too many open files; the next read may succeed

@@ -23,8 +23,7 @@ from broadcast.fetcher import NO_TOKEN, PARALLEL_CHUNKS, Fetcher, for_each
 from broadcast.manifest import WeightsManifest
 from broadcast.transport import Access
 from runspec.core.errors import UserError
-from runspec.core.latest import Latest
-from runspec.core.roles import Signers
+from runspec.core.roles import Latest, Signers
 
 EVERY_S = 5.0
 """Seconds between two lines in the log."""

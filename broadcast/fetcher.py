@@ -29,13 +29,20 @@ from broadcast.transport import (
     new_session,
 )
 from broadcast.upstreams import SLOW_AFTER_S, Requester, Upstream, Wanted, pause_after
-from runspec.core import latest as latest_format
 from runspec.core import roles as roles_format
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.latest import Latest, open_latest
-from runspec.core.roles import Roles, Signers, issued_at, open_roles
+from runspec.core.roles import (
+    LATEST,
+    MAX_LATEST_BYTES,
+    Latest,
+    Roles,
+    Signers,
+    issued_at,
+    open_latest,
+    open_roles,
+)
 from runspec.core.signed import CLOCK_SKEW_S, BadSignature, open_document
 
 T = TypeVar("T")
@@ -270,7 +277,7 @@ class Fetcher:
         await self._ask_for_roles(upstream, deadline)
         name = f"{layout.latest_name(self._run)}?after={floor}&wait={hold_s:.3f}"
         timeout_s = _within(deadline, hold_s + GRACE_S)
-        data = await self._get(upstream, name, latest_format.MAX_BYTES, timeout_s)
+        data = await self._get(upstream, name, MAX_LATEST_BYTES, timeout_s)
 
         async def check(roles: Roles) -> Latest:
             return open_latest(data, run=self._run, publishers=roles.signers(self._signers))
@@ -344,9 +351,9 @@ class Fetcher:
         try:
             open_document(
                 self.latest_bytes,
-                kind=latest_format.KIND,
+                kind=LATEST,
                 keys=self.roles.signers(self._signers),
-                max_bytes=latest_format.MAX_BYTES,
+                max_bytes=MAX_LATEST_BYTES,
             )
         except BadSignature as error:
             _LOG.warning("version %d is not the newest any more: %s", self.seen_version, error)
@@ -361,7 +368,7 @@ class Fetcher:
         """
         for path, most, recall in (
             (self._roles_path, roles_format.MAX_BYTES, self._recall_roles),
-            (self._latest_path, latest_format.MAX_BYTES, self._recall_latest),
+            (self._latest_path, MAX_LATEST_BYTES, self._recall_latest),
         ):
             try:
                 recall(read_bounded(path, most))
@@ -375,9 +382,7 @@ class Fetcher:
         self.roles = open_roles(data, root_public_key=self._root, run=self._run, now=now)
 
     def _recall_latest(self, data: bytes) -> None:
-        document = open_document(
-            data, kind=latest_format.KIND, keys=None, max_bytes=latest_format.MAX_BYTES
-        )
+        document = open_document(data, kind=LATEST, keys=None, max_bytes=MAX_LATEST_BYTES)
         latest = Latest(**document.payload)
         if latest.run == self._run:
             self._note(latest, data)

@@ -30,10 +30,10 @@ from broadcast.manifest import (
     sign_manifest,
 )
 from broadcast.relay_store import RelayStore
-from runspec.core import latest as latest_format
 from runspec.core.canonical import MalformedJson, digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, read_object, remove_leftovers, write_atomic
+from runspec.core.roles import LATEST, MAX_LATEST_BYTES, sign_latest
 from runspec.core.signed import BadSignature, SigningKey, open_document
 
 CHUNK_BYTES = 16 * 1024 * 1024
@@ -179,9 +179,7 @@ def refresh_latest(store: Path, *, run: str, key: SigningKey, roles: bytes | Non
             check_newest(store / layout.roles_name(run), roles)
             write_atomic(store / layout.roles_name(run), roles)
         digest = digest_bytes(read_bounded(store / layout.manifest_name(run, newest), MAX_BYTES))
-        write_atomic(
-            store / layout.latest_name(run), latest_format.sign_latest(run, newest, digest, key)
-        )
+        write_atomic(store / layout.latest_name(run), sign_latest(run, newest, digest, key))
 
 
 def prune(store: Path, *, run: str, keep_versions: int) -> None:
@@ -220,15 +218,13 @@ def newest_version(store: Path, *, run: str) -> int | None:
     path = store / layout.latest_name(run)
     if not path.exists():
         return None
-    return latest_version(read_bounded(path, latest_format.MAX_BYTES), place=path)
+    return latest_version(read_bounded(path, MAX_LATEST_BYTES), place=path)
 
 
 def latest_version(data: bytes, *, place: Path) -> int:
     """Return the version in a latest.json of one's own store, expired or not."""
     try:
-        payload = open_document(
-            data, kind=latest_format.KIND, keys=None, max_bytes=latest_format.MAX_BYTES
-        ).payload
+        payload = open_document(data, kind=LATEST, keys=None, max_bytes=MAX_LATEST_BYTES).payload
     except BadSignature as error:
         raise UserError(
             f"damaged: {error}", place=str(place), remedy="remove the file and publish again"
@@ -343,7 +339,7 @@ def _write_manifest(
     write_atomic(store / layout.roles_name(manifest.run), roles)
     newest = newest_version(store, run=manifest.run)
     if newest is None or newest < manifest.version:
-        latest = latest_format.sign_latest(manifest.run, manifest.version, digest, key)
+        latest = sign_latest(manifest.run, manifest.version, digest, key)
         write_atomic(store / layout.latest_name(manifest.run), latest)
     return digest
 

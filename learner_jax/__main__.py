@@ -211,8 +211,8 @@ def _train(options: argparse.Namespace, log: logging.Logger) -> None:
     from learner_jax.distributed import joined
     from learner_jax.islands.mirror import prepare_folder
     from learner_jax.train import train
-    from runspec.core.spec.load import load_resolved
-    from runspec.core.spec.role_names import island_spec
+    from runspec.core.schema.load import load_resolved
+    from runspec.core.schema.role_names import island_spec
 
     logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of each save, at length
     link = _link(options)

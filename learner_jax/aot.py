@@ -24,7 +24,7 @@ from learner_jax.step import Programs, build_programs
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.parameters import held_weights
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 
 PROGRAMS = ("publish", "score", "accumulate", "apply")
 """Names of the programs of `step.Programs` that can be compiled ahead."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import Learner
+from runspec.core.schema import Learner
 
 if TYPE_CHECKING:
     import jax
@@ -30,8 +30,8 @@ from runspec.core.models.config import CONFIG_NAME, ModelConfig
 from runspec.core.models.family import model_config, model_names, parse_config
 from runspec.core.models.hardware import DEVICES, device_of
 from runspec.core.run_files import initial_model
-from runspec.core.spec.load import SpecFiles, load_layers, load_resolved
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import SpecFiles, load_layers, load_resolved
 
 TPU = "tpu-"
 """Begins the spec's `hardware.kind` of a TPU; the rest is the name that libtpu gives the chip."""

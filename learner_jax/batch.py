@@ -26,8 +26,8 @@ from runspec.core.canonical import digest_bytes, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.run_files import SubmissionFiles, submission_files
+from runspec.core.schema import RunSpec
 from runspec.core.signed import BadSignature
-from runspec.core.spec.schema import RunSpec
 from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
 from verify.formats.batch import BatchGroup, BatchManifest

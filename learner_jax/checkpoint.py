@@ -5,7 +5,7 @@
                         island beside/<name>.npy too, whole arrays in host memory
 
 On a disk both appear by one rename. In an object store the JSON file is the marker
-(`runspec.core.object_store`), and `learner_jax.leaves` writes and reads the arrays.
+(`runspec.core.files`), and `learner_jax.leaves` writes and reads the arrays.
 
 A save has two parts: the call copies the arrays to the host, and returns what writes them, which
 `Saver` runs in the background, one save at a time. Arrays are chunked so that one layer of a
@@ -43,8 +43,7 @@ from learner_jax.leaves import (
 from runspec.core import run_files
 from runspec.core.canonical import MalformedJson, canonical_json
 from runspec.core.errors import UserError
-from runspec.core.files import write_atomic
-from runspec.core.object_store import Folder, ObjectPath, last_file
+from runspec.core.files import Folder, ObjectPath, last_file, write_atomic
 from runspec.core.run_files import ARRAYS_NAME, BESIDE_NAME, PARAMS_NAME, PROBE_FILE, RECORD_NAME
 
 CHUNK_BYTES = 8 * 1024 * 1024

@@ -23,7 +23,7 @@ from jax._src.compilation_cache_interface import CacheInterface
 
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 
 UNUSED_DAYS = 30
 """Days after its last use at which an entry is removed."""

@@ -24,8 +24,7 @@ from learner_jax.modules import Linear, RMSNorm, param, scan_layers, stacked
 from learner_jax.sharding import Execution, constrain, wide_dtype, widen
 from runspec.core.models.config import Linear as LinearScaling
 from runspec.core.models.config import Llama3, ModelConfig, Yarn
-from runspec.core.models.decoder import OUTPUT_GAIN
-from runspec.core.models.family import normal
+from runspec.core.models.family import OUTPUT_GAIN, normal
 
 Rotation = tuple[Array, Array]
 """Cosine and sine, [B, T, 1, h/2] each, at least float32."""

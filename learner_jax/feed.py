@@ -32,18 +32,14 @@ from runspec.core.files import read_bounded
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.roles import Roles, open_roles
 from runspec.core.run_files import initial_model, step_folder
+from runspec.core.schema import RunSpec
 from runspec.core.signed import BadSignature
-from runspec.core.spec.schema import RunSpec
 from verify.formats import batch as batch_format
 from verify.formats.batch import (
-    BatchGroup,
     BatchManifest,
-    IslandShare,
     RangeManifest,
-    RowRange,
     without_empty_shares,
 )
-from verify.formats.tables import Column, Schema, decode_table, encode_table, text
 
 B = TypeVar("B")
 _LENGTH = 8

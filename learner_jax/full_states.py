@@ -17,7 +17,10 @@ from bridge.model_files import output_directory
 from bridge.orbax_io import open_leaves, read_leaf
 from bridge.weight_map import Entry, entry
 from learner_jax import checkpoint
-from learner_jax.checkpoint import StateInfo, state_steps
+from learner_jax.checkpoint import (
+    StateInfo,
+    state_steps,
+)
 from learner_jax.feed import ManifestReader, manifest_digest
 from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import LeafPath, load_params, write_leaves
@@ -26,14 +29,14 @@ from learner_jax.versions import VersionWriter, differences
 from runspec.core import run_files
 from runspec.core.canonical import canonical_json, digest_bytes, digest_file
 from runspec.core.errors import UserError
-from runspec.core.files import temporary_name, write_atomic
+from runspec.core.files import Folder, temporary_name, write_atomic
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import adapter_rows, axis_sizes
-from runspec.core.object_store import Folder
 from runspec.core.run_files import ARRAYS_NAME, initial_model
-from runspec.core.spec.load import load_resolved
-from runspec.core.spec.schema import Lora, RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.learner import Lora
+from runspec.core.schema.load import load_resolved
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 
 

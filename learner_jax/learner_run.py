@@ -12,12 +12,12 @@ from jax.sharding import Mesh
 
 from learner_jax.distributed import Peers
 from learner_jax.metrics import Rows
+from runspec.core.files import Folder
 from runspec.core.models.config import ModelConfig
-from runspec.core.object_store import Folder
 from runspec.core.run_files import corpus_cache, outer_folder, params_folder, state_folder
+from runspec.core.schema import RunSpec
+from runspec.core.schema.role_names import island_names, island_spec
 from runspec.core.signed import SigningKey
-from runspec.core.spec.role_names import island_names, island_spec
-from runspec.core.spec.schema import RunSpec
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from learner_jax.distributed import Peers
 from learner_jax.model import abstract_params
 from learner_jax.sharding import param_shardings
 from runspec.core.errors import UserError
+from runspec.core.files import ObjectPath
 from runspec.core.models.config import ModelConfig
-from runspec.core.object_store import ObjectPath
 
 LeafPath = tuple[str, ...]
 Index = tuple[slice, ...]

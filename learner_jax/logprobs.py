@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from learner_jax.packing import Data, LossInputs
 from learner_jax.sharding import constrain, mesh_axes, wide_dtype
 from runspec.core.models.parameters import KEPT_LOGITS, chunk_tokens
-from runspec.core.spec.schema import ZLoss
+from runspec.core.schema.training import ZLoss
 
 Level = Literal["logsumexp", "max_logit"]
 """A number that says how large the logits of a position are."""

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from learner_jax.metrics import MAX_LOG_RATIO, LossMetrics, log_ratio_counts
 from learner_jax.packing import LossInputs
-from runspec.core.spec.schema import Clip, Grpo
+from runspec.core.schema import Clip, Grpo
 
 
 def token_weights(

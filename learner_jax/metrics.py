@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from learner_jax.packing import Data
 from runspec.core.errors import UserError
-from runspec.core.metrics import counter, gauge
+from runspec.core.http_server import counter, gauge
 
 
 class JsonLines:

@@ -32,10 +32,10 @@ from jaxtyping import Array, Float, Int
 from learner_jax.attention import Rows
 from learner_jax.modules import Adapter, Linear
 from learner_jax.sharding import Execution, widen
+from runspec.core import schema
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import MODELS_GROUP, family, load_named
 from runspec.core.models.parameters import Parameter
-from runspec.core.spec import schema
 
 Params = Mapping[str, Any]
 """Nested dict of arrays, by the names of the module's attributes."""

@@ -21,8 +21,8 @@ from jaxtyping import Array, Float
 
 from learner_jax.attention.xla import SAVED
 from learner_jax.sharding import Execution, widen
+from runspec.core import schema
 from runspec.core.models.family import ONES, ZEROS, Initial, normal
-from runspec.core.spec import schema
 
 Body = Callable[[Any, Any], tuple[Any, Any]]
 LAYER_INPUT = "layer_input"

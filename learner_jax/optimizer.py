@@ -33,7 +33,7 @@ from jaxtyping import Array, Bool, Float
 from learner_jax.leaves import leaf_at, leaf_path
 from learner_jax.sharding import widen
 from runspec.core.models.parameters import Tree
-from runspec.core.spec.schema import Optimizer
+from runspec.core.schema import Optimizer
 
 HOST_MEMORY = "pinned_host"
 UPDATE_RMS = 0.2

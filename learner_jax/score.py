@@ -33,12 +33,12 @@ from learner_jax.model import bind
 from learner_jax.packing import Sample, TokenBatch, pack
 from learner_jax.sharding import Execution, full_float32, make_mesh, shard_batch
 from learner_jax.step import policy_logprobs
+from runspec.core import schema
 from runspec.core.errors import UserError
 from runspec.core.files import atomic_file, write_atomic
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import load_config
 from runspec.core.models.hardware import xla_threads
-from runspec.core.spec import schema
 from runspec.core.tokenizer_files import read_tokenizer
 
 MAX_LINE_BYTES = 1 << 24

@@ -20,9 +20,9 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from runspec.core import schema
 from runspec.core.errors import UserError
 from runspec.core.models.parameters import MESH_AXES
-from runspec.core.spec import schema
 
 AXES = ("data", "fsdp", "context", "tensor")
 Tree = TypeVar("Tree")

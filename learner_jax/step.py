@@ -44,7 +44,7 @@ from learner_jax.sharding import (
 )
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 
 JOINING_UPDATES = 10
 """Updates over which the learning rate of an island rises when it begins with zero moments."""

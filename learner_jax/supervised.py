@@ -16,7 +16,7 @@ from learner_jax.sharding import shard_batch
 from learner_jax.step import Programs, TrainState, microbatch_bound
 from learner_jax.training import Share, StepResult, make_updates
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 
 
 def supervised_step(

@@ -33,13 +33,13 @@ from learner_jax.sharding import full_float32, make_mesh
 from learner_jax.step import Programs, build_programs, compile_ahead
 from learner_jax.versions import VersionWriter, build_probe, fingerprint
 from runspec.core.errors import UserError
-from runspec.core.metrics import serve_metrics
+from runspec.core.http_server import serve_metrics
 from runspec.core.models.config import CONFIG_NAME, read_config
 from runspec.core.models.family import parse_config
 from runspec.core.process import not_retried
 from runspec.core.run_files import initial_model
-from runspec.core.spec.load import load_resolved
-from runspec.core.spec.role_names import island_spec
+from runspec.core.schema.load import load_resolved
+from runspec.core.schema.role_names import island_spec
 
 
 def train(

@@ -24,7 +24,7 @@ from learner_jax.packing import LossInputs, Sample, TokenBatch, pack
 from learner_jax.sharding import shard_batch
 from learner_jax.step import Programs, TrainState, Update, microbatch_bound
 from runspec.core.process import RunStopped
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 
 NAMED = 8
 """Rollouts that a message names; the rest are counted."""

@@ -41,7 +41,7 @@ from runspec.core.files import read_bounded
 from runspec.core.models.config import ModelConfig
 from runspec.core.process import RunStopped
 from runspec.core.run_files import versions_in, weights_folder
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 
 DETERMINISTIC_GPU_FLAGS = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
 """XLA_FLAGS, either of which leaves out the GPU's atomics, whose order is chance."""

@@ -36,12 +36,12 @@ from runspec.core import canonical, files
 from runspec.core.errors import UserError
 from runspec.core.models import family
 from runspec.core.models.config import CONFIG_NAME, ModelConfig
-from runspec.core.models.decoder import hf_config
+from runspec.core.models.family import hf_config
 from runspec.core.models.parameters import parameter_count
 from runspec.core.process import RunStopped, not_retried
 from runspec.core.run_files import initial_model
-from runspec.core.spec.load import load_resolved
-from runspec.core.spec.schema import Optimizer, RunSpec, Sft, WarmStart
+from runspec.core.schema import Optimizer, RunSpec, Sft, WarmStart
+from runspec.core.schema.load import load_resolved
 from runspec.core.tokenizer_files import TokenizerFiles
 from verify.plugins import Split, Trace, WarmStartData, load_warm_start_data
 

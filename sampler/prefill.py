@@ -39,7 +39,8 @@ from bridge.prefill import VersionedPrefill
 from runspec.core.errors import UserError
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import prefill_bytes
-from runspec.core.spec.schema import Hardware, Learner, RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.learner import Hardware, Learner
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation, by_prompt, require_fits
 from verify.recompute import Drawn, TokenFacts, Vocabulary, Wanted, facts_of, outputs_of
 from verify.truncation import Choices, Truncation

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from broadcast.client import WeightsClient
 from runspec.core.errors import UserError
-from runspec.core.latest import Latest
+from runspec.core.roles import Latest
 from runspec.core.signed import SigningKey
 from verify.client import CoordinatorClient
 

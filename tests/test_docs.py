@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from runspec.cli import app
 from runspec.core.models.family import MODELS_GROUP
-from runspec.core.spec.schema import Broadcast, Verify
+from runspec.core.schema import Broadcast, Verify
 
 pytestmark = pytest.mark.slow
 

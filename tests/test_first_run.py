@@ -19,9 +19,9 @@ import pytest
 from learner_jax.corpus.encoding import train_tokenizer
 from runspec.cli.init import SUMS_ASKED, SUMS_SHOWN, data_files, initial_files, sums, worked
 from runspec.core.models.family import named_model
-from runspec.core.spec.load import SpecFiles, load_layers
-from runspec.core.spec.validate import to_python
-from runspec.core.spec.yaml_nodes import parse_yaml
+from runspec.core.schema.load import SpecFiles, load_layers
+from runspec.core.schema.validate import to_python
+from runspec.core.schema.yaml_nodes import parse_yaml
 from tests.first_run_page import blocks, commands, files
 from tests.runspec.lock.repository import write_model
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.core.spec.load import load_resolved
+from runspec.core.schema.load import load_resolved
 from runspec.local.bundle import load_bundle
 from runspec.local.endpoints import port_answers
 from tests.site_page import ADMIN, ROOT, Machines, commands, free_ports, hidden, unit

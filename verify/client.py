@@ -25,9 +25,9 @@ from runspec.core.files import atomic_file
 from runspec.core.http_client import Answer
 from runspec.core.process import not_retried
 from runspec.core.roles import use_invite
+from runspec.core.schema import RunSpec
+from runspec.core.schema.source_files import compare_data_digests, data_digest, file_digest
 from runspec.core.signed import BadSignature, SigningKey
-from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.source_files import compare_data_digests, data_digest, file_digest
 from verify.coordinator_http import (
     MAX_ANSWER_BYTES,
     CoordinatorHttp,

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from runspec.core.errors import UserError, one_line
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from verify.checks import Examination, Subject, examine
 from verify.checks.prefill import logprob_diff, prefill_checks, several_versions
 from verify.checks.rows import (

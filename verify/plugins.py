@@ -27,8 +27,8 @@ import numpy as np
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
 from runspec.core.process import not_retried
-from runspec.core.spec.plugins import PREFILL_GROUP
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.source_files import PREFILL_GROUP
 from verify.truncation import Choices, Truncation
 
 TASK_GROUP = "runspec.tasks"
@@ -83,7 +83,7 @@ class TaskSet(Protocol):
     targets: list[int]
     """Target lengths of the run, empty where it has none."""
     data_digest: str
-    """Digest of the problems' files (`runspec.core.spec.source_files.data_digest`)."""
+    """Digest of the problems' files (`runspec.core.schema.source_files.data_digest`)."""
 
     def __len__(self) -> int:
         """Return the number of problems left after the filters (solve rate, length of prompts)."""

@@ -18,9 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from runspec.core.errors import UserError
 from runspec.core.roles import check_times
+from runspec.core.schema import RunSpec, SamplerPool
+from runspec.core.schema.fields import FloatType
+from runspec.core.schema.load import MAX_PROFILE_BYTES
 from runspec.core.signed import BadSignature, SigningKey, open_payload, sign_document
-from runspec.core.spec.load import MAX_PROFILE_BYTES
-from runspec.core.spec.schema import FloatType, RunSpec, SamplerPool
 from verify.thresholds import ChunkLimits, GapNoise, Limits, Precision, limits_for, precision_of
 
 KIND = "calibration"

@@ -21,7 +21,7 @@ import numpy as np
 from runspec.core.canonical import is_digest
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.spec.load import MAX_PROFILE_BYTES
+from runspec.core.schema.load import MAX_PROFILE_BYTES
 from verify.checks.prefill import judge_proofs, nearest_to_failing
 from verify.commands import run_once, say
 from verify.formats.verdict import CheckResult

@@ -32,7 +32,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from runspec.core.spec.schema import FloatType, SamplerPool, Thresholds
+from runspec.core.schema import SamplerPool, Thresholds
+from runspec.core.schema.fields import FloatType
 
 if TYPE_CHECKING:  # the state machine and commands need limits, and no arrays
     import numpy as np

@@ -27,11 +27,11 @@ from prometheus_client.registry import Collector
 
 from runspec.core.canonical import hash_parts
 from runspec.core.errors import UserError, one_line
-from runspec.core.metrics import counter, gauge, serve_metrics
+from runspec.core.http_server import counter, gauge, serve_metrics
 from runspec.core.models.config import read_config
 from runspec.core.process import not_retried
+from runspec.core.schema import RunSpec
 from runspec.core.signed import BadSignature, SigningKey
-from runspec.core.spec.schema import RunSpec
 from verify.client import CoordinatorClient, RunFinished, WorkItem, problem_files
 from verify.coordinator_http import ContentRefused
 from verify.examiner import (

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.accelerator.prefill import distances, judged, learner_of, load
 from benchmarks.accelerator.rollouts import Rollouts
 from benchmarks.accelerator.rows import Row, Settings, serve
-from runspec.core.spec.schema import SamplerPool
+from runspec.core.schema import SamplerPool
 from sampler.engine.engine import Engine
 from sampler.engine.requests import SampleRequest
 from verify.toploc.codec import build_proofs_of

@@ -18,9 +18,9 @@ from benchmarks.accelerator.rollouts import GROUP_SIZE, Rollouts
 from benchmarks.accelerator.rows import Row, Settings, at_most, serve
 from benchmarks.one_version import OneVersion
 from benchmarks.perturbed import Rejections
+from runspec.core import schema
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import matrix_parameters
-from runspec.core.spec import schema
 from verify.calibration.measure import PAIR, Measurements
 from verify.formats.submission import Rollout
 from verify.plugins import PrefillInput, PrefillOutput

@@ -35,7 +35,7 @@ from learner_jax.step import Accumulated, Programs, TrainState, build_programs, 
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import parse_config
 from runspec.core.models.parameters import useful_flops
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 
 
 def run_spec(case: Case) -> RunSpec:

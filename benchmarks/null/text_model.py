@@ -27,9 +27,8 @@ from learner_jax.model import bind, init_params
 from learner_jax.optimizer import apply_gradients, build_optimizer, init_state
 from learner_jax.sharding import Execution
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.decoder import hf_config
-from runspec.core.models.family import parse_config
-from runspec.core.spec.schema import Optimizer
+from runspec.core.models.family import hf_config, parse_config
+from runspec.core.schema import Optimizer
 from verify.toploc.codec import CHUNK_ROWS
 
 SEQUENCE = 256

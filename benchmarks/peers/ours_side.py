@@ -19,7 +19,7 @@ product then runs on both cores too."""
 
 def spec_of(settings: dict[str, Any]) -> Any:
     """The run spec that a person would write for this batch."""
-    from runspec.core.spec.schema import RunSpec
+    from runspec.core.schema import RunSpec
 
     case, shape = settings["case"], dict(settings["model"])
     context = shape.pop("max_position_embeddings")

@@ -43,7 +43,7 @@ def packed_rows(settings: dict[str, Any], documents: list[np.ndarray]) -> Any:
 
 def spec_of(settings: dict[str, Any], microbatches: int) -> Any:
     """The run spec that a person would write for this batch."""
-    from runspec.core.spec.schema import RunSpec
+    from runspec.core.schema import RunSpec
 
     shape = dict(settings["model"])
     context = shape.pop("max_position_embeddings")

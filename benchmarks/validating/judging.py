@@ -18,9 +18,9 @@ import verify.validator
 from benchmarks.one_version import OneVersion
 from benchmarks.sampler_engine import cpu_s
 from benchmarks.validating.sampling import COORDINATOR, Handed
+from runspec.core import schema
 from runspec.core.roles import Roles
 from runspec.core.signed import SigningKey
-from runspec.core.spec import schema
 from verify.client import RunFinished, WorkItem
 from verify.formats.verdict import open_verdict
 from verify.plugins import TaskSet

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.sampler_proofs import save_model
-from runspec.core.spec import schema
-from runspec.core.spec.load import SpecFiles, dump_resolved
+from runspec.core import schema
+from runspec.core.schema.load import SpecFiles, dump_resolved
 from runspec.lint.check import check_spec
 from verify.plugins import load_warm_start_data
 

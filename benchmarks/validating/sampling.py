@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.sampler_engine import WAIT_S
+from runspec.core import schema
 from runspec.core.canonical import digest_bytes
 from runspec.core.signed import SigningKey
-from runspec.core.spec import schema
 from sampler.engine.engine import Engine
 from sampler.worker.rollouts import claim_rewards, make_rollouts, plan_rollouts
 from verify.client import WorkItem

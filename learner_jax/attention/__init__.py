@@ -27,8 +27,8 @@ from jaxtyping import Array, Float, Int
 
 from learner_jax.attention import cudnn, splash, xla
 from learner_jax.sharding import Execution, mesh_axes
+from runspec.core import schema
 from runspec.core.errors import UserError
-from runspec.core.spec import schema
 
 
 def packed_attention(

@@ -21,7 +21,7 @@ from learner_jax.corpus.documents import Counts, Document, Kind, read_all, repor
 from learner_jax.corpus.sources import Conversation, only_parts, read_rows, spans_of
 from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import SUPERVISED, RunSpec, Source
+from runspec.core.schema import SUPERVISED, RunSpec, Source
 from runspec.core.tokenizer_files import ASSISTANT, ChatTemplate, TokenizerFiles
 
 PRETRAIN, SFT = SUPERVISED

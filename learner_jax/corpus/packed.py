@@ -26,8 +26,8 @@ from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import locked, new_directory, open_folder_lock, remove_leftovers
 from runspec.core.models.family import load_config
-from runspec.core.spec.schema import RunSpec, Source
-from runspec.core.spec.source_files import file_digest, is_generated, source_files
+from runspec.core.schema import RunSpec, Source
+from runspec.core.schema.source_files import file_digest, is_generated, source_files
 
 
 @dataclass(frozen=True)

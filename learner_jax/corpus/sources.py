@@ -26,9 +26,9 @@ from learner_jax.corpus.documents import (
     require_unicode,
 )
 from runspec.core.errors import UserError
-from runspec.core.spec.load import load_resolved
-from runspec.core.spec.schema import RunSpec, Source
-from runspec.core.spec.source_files import PARAMS, column_of, is_generated, source_files
+from runspec.core.schema import RunSpec, Source
+from runspec.core.schema.load import load_resolved
+from runspec.core.schema.source_files import PARAMS, column_of, is_generated, source_files
 from runspec.core.tokenizer_files import ASSISTANT, ChatTemplate, Spans
 
 

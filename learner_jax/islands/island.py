@@ -28,8 +28,8 @@ from learner_jax.step import Programs, TrainState
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
+from runspec.core.schema import Islands
 from runspec.core.signed import SigningKey
-from runspec.core.spec.schema import Islands
 from verify.island_client import IslandClient
 
 

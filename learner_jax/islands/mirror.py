@@ -30,9 +30,9 @@ from runspec.core.files import read_bounded, write_atomic
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.roles import Roles, open_roles
 from runspec.core.run_files import initial_model, step_folder, submission_files
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import load_resolved
 from runspec.core.signed import BadSignature, SigningKey
-from runspec.core.spec.load import load_resolved
-from runspec.core.spec.schema import RunSpec
 from verify.formats import batch as batch_format
 from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format

@@ -44,7 +44,8 @@ from learner_jax.islands.shares import BadObject, ShareFetcher, ShareStore
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.run_files import SENT_NAME
-from runspec.core.spec.schema import Islands, Outer
+from runspec.core.schema import Outer
+from runspec.core.schema.learner import Islands
 from verify.formats.batch import CommitRecord, StoredOuter
 from verify.island_client import Committed, IslandClient
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from runspec.local.bundle import TRUNK_GROUP
 from runspec.local.site import groups_started
 

@@ -24,7 +24,7 @@ from runspec.cli.checks import sound_spec
 from runspec.cli.status import left_text, role_table, show_link, step_line
 from runspec.core.errors import UserError
 from runspec.core.files import FULL
-from runspec.core.spec.load import MAX_BYTES, SpecFiles, load_resolved, parse_resolved
+from runspec.core.schema.load import MAX_BYTES, SpecFiles, load_resolved, parse_resolved
 from runspec.local import metrics, planning
 from runspec.local.apply import REPORT_FILE, SUMMARY_FILE, supervise
 from runspec.local.backend import EXIT_INTERRUPTED, LOCAL, StopSignals, backend, last_lines
@@ -39,7 +39,7 @@ from runspec.local.processes import PreparedRun
 from runspec.local.run_dir import RunLocked, run_directory, sign_lock
 from runspec.local.state import RoleRow, RunState
 from runspec.local.supervisor import CHANGE, change_request, send_request
-from runspec.plan.saved import BadPlan, SavedPlan, read_plan
+from runspec.plan import BadPlan, SavedPlan, read_plan
 
 EXIT_FAILED = 1
 LAPTOP = "laptop"

@@ -25,15 +25,14 @@ from runspec.cli import options
 from runspec.core.entry_points import LISTS, extra_of, install_command, list_command, machine_kind
 from runspec.core.errors import BadUsage, UserError, bad_usage
 from runspec.core.files import expand_user
-from runspec.core.spec.findings import Finding, format_finding
-from runspec.core.spec.load import SpecFiles, with_profiles
-from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.source_files import whole_uri
-from runspec.core.spec.validate import locate
+from runspec.core.schema import RunSpec
+from runspec.core.schema.findings import Finding, format_finding
+from runspec.core.schema.load import SpecFiles, with_profiles
+from runspec.core.schema.source_files import whole_uri
+from runspec.core.schema.validate import locate
+from runspec.lint import RULES, TokenizerFiles
 from runspec.lint.check import CheckedFiles, check_spec
-from runspec.lint.registry import RULES
 from runspec.lint.rules.data import thinking_of
-from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.local.backend import birth
 from runspec.local.endpoints import PORTS, port_is_free
 from runspec.local.formatting import size
@@ -41,9 +40,8 @@ from runspec.local.machine import BUILDS, Facts, find_tokenizer, look, this_mach
 from runspec.local.planning import absent_modules, check_problems
 from runspec.local.preflight import ROLE_MODULES, missing
 from runspec.local.run_dir import RUNS, run_directory
-from runspec.lock.cache import is_repository, model_cache
-from runspec.lock.pins import require_lock
-from runspec.plan.saved import read_plan
+from runspec.lock import is_repository, model_cache, require_lock
+from runspec.plan import read_plan
 
 
 def located(spec: RunSpec, folder: Path) -> RunSpec:
@@ -322,7 +320,7 @@ def with_problems(checked: CheckedFiles, specs: Sequence[SpecFiles]) -> CheckedF
 
 def _findings(files: SpecFiles) -> Iterator[Finding]:
     loaded = check_spec(files)
-    name, tree = files.path, loaded.layered.tree
+    name, tree = files.path, loaded.tree
     errors = [finding for finding in loaded.findings if finding.severity == "error"]
     if loaded.spec is None or errors:
         print(f"{name}: its problems are not read: it is no spec without errors", file=sys.stderr)

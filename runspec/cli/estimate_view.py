@@ -11,11 +11,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from runspec.estimate.broadcast import Arrival
-from runspec.estimate.islands import IslandEstimate, IslandsEstimate
+from runspec.estimate.broadcast import Arrival, IslandEstimate, IslandsEstimate
 from runspec.local.formatting import duration, number, size
 from runspec.plan.estimate import LearnerEstimate, RunEstimate, SupervisedEstimate, Timeline
-from runspec.simulate.model import BROADCAST, LEARNER, VALIDATORS, Interval
+from runspec.simulate import BROADCAST, LEARNER, VALIDATORS, Interval
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _COLOURS = {LEARNER: "green", BROADCAST: "blue", VALIDATORS: "magenta"}

@@ -30,10 +30,10 @@ from runspec.cli.checks import located
 from runspec.core.entry_points import KEY_VARIABLE, Asked, EvaluationTool, evaluation_tool
 from runspec.core.errors import BadUsage, UserError, one_line
 from runspec.core.models.config import TOKENIZER_NAMES
-from runspec.core.spec.load import SpecFiles, dump_resolved, load_layers
-from runspec.core.spec.role_names import evaluator_pool
-from runspec.core.spec.schema import RunSpec
-from runspec.lint.registry import Context
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import SpecFiles, dump_resolved, load_layers
+from runspec.core.schema.role_names import evaluator_pool
+from runspec.lint import Context
 from runspec.lint.rules.samplers import evaluation_names
 from runspec.local.backend import EXIT_INTERRUPTED, StopSignals, last_lines
 from runspec.local.formatting import number

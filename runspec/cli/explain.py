@@ -26,11 +26,9 @@ import typer
 import runspec.lint.rules  # noqa: F401  (registers them)
 from runspec.core.entry_points import entry_points_of
 from runspec.core.models.hardware import DEVICES, Device
-from runspec.core.spec import field_docs
-from runspec.core.spec.fields import CHANGE_CLASSES
-from runspec.core.spec.plugins import MONITOR_GROUP, REWARD_GROUP, SOURCE_GROUP
-from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.schema_fields import (
+from runspec.core.schema import RunSpec, field_docs
+from runspec.core.schema.fields import CHANGE_CLASSES
+from runspec.core.schema.schema_fields import (
     SchemaField,
     close_match,
     field_at,
@@ -38,7 +36,8 @@ from runspec.core.spec.schema_fields import (
     named_item,
     schema_fields,
 )
-from runspec.lint.registry import RULES, Group, Rule
+from runspec.core.schema.source_files import MONITOR_GROUP, REWARD_GROUP, SOURCE_GROUP
+from runspec.lint import RULES, Group, Rule
 
 _KINDS = {
     MONITOR_GROUP: ("monitor", "monitors: [{{name: ..., kind: {}}}]"),

@@ -21,13 +21,13 @@ from runspec.core.errors import UserError, bad_usage
 from runspec.core.files import expand_user, temporary_name
 from runspec.core.models.family import load_config, named_config
 from runspec.core.models.hardware import jax_device
-from runspec.core.spec.field_docs import json_schema
-from runspec.core.spec.fields import NAME_WORDS, Name
-from runspec.core.spec.yaml_text import yaml_scalar
+from runspec.core.schema.field_docs import json_schema
+from runspec.core.schema.fields import NAME_WORDS, Name
+from runspec.core.schema.yaml_text import yaml_scalar
+from runspec.lint import TokenizerFiles
 from runspec.lint.rules.data import opens_thinking, thinking_of
-from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.local.machine import find_model, gpu_names
-from runspec.lock.cache import is_repository
+from runspec.lock import is_repository
 
 TemplateName = Literal[
     "laptop", "problems", "sums", "model", "node-8gpu", "tpu-and-volunteers", "pretrain", "sft"

@@ -21,11 +21,11 @@ import yaml
 from runspec.cli import options
 from runspec.core.errors import BadUsage, UserError, bad_usage
 from runspec.core.files import require_writable, write_atomic
-from runspec.core.spec.findings import format_finding
-from runspec.core.spec.load import SpecFiles, load_layers, origin, origins
-from runspec.core.spec.lock_file import LOCK_VERSION, Lock, lock_path, write_lock
-from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.yaml_text import to_yaml
+from runspec.core.schema import RunSpec
+from runspec.core.schema.findings import format_finding
+from runspec.core.schema.load import SpecFiles, load_layers, origin, origins
+from runspec.core.schema.lock_file import LOCK_VERSION, Lock, lock_path, write_lock
+from runspec.core.schema.yaml_text import to_yaml
 from runspec.lint.check import CheckedFiles, check_files, check_spec, selection
 from runspec.lint.formats import FOR_PEOPLE, render
 
@@ -82,7 +82,7 @@ def _fixed(
     checked: CheckedFiles, codes: frozenset[str], specs: Sequence[SpecFiles]
 ) -> CheckedFiles:
     """Writes what can be mended and checks again, until nothing more can be."""
-    from runspec.lint.fix import fix_texts, write_fixed
+    from runspec.lint.formats import fix_texts, write_fixed
 
     for _ in range(MAX_ROUNDS):
         fixed = fix_texts(checked.findings, checked.texts)
@@ -144,7 +144,7 @@ def lock_command(
 
 def _check_lock(spec: RunSpec, files: SpecFiles) -> int:
     """Print what is stale in the lock; return the exit code."""
-    from runspec.lock.pins import check_lock
+    from runspec.lock import check_lock
 
     path = lock_path(files.path, files.profile)
     if not path.is_file():
@@ -160,7 +160,7 @@ def _check_lock(spec: RunSpec, files: SpecFiles) -> int:
 
 def _write_lock(spec: RunSpec, files: SpecFiles) -> int:
     """Write the lock, or print what cannot be pinned; return the exit code."""
-    from runspec.lock.pins import find_pins
+    from runspec.lock import find_pins
 
     seen = find_pins(spec, files.path.parent, os.environ)
     problems = {**seen.unknown, **seen.absent}
@@ -206,21 +206,21 @@ def _print_resolved(files: SpecFiles, show_origin: bool, output: str) -> int:
     Secrets are there by the names of their variables, as in the spec itself.
     """
     checked = check_spec(files)
-    if checked.layered.kind != "Run":
-        what = f"a file of kind {checked.layered.kind} is no spec"
+    if checked.kind != "Run":
+        what = f"a file of kind {checked.kind} is no spec"
         raise UserError(what, place=str(files.path), remedy="render a spec")
     errors = [finding for finding in checked.findings if finding.severity == "error"]
     if checked.spec is None or errors:
         for finding in errors:
             print(format_finding(finding), file=sys.stderr)
         return EXIT_FINDINGS
-    resolved, layered = checked.spec.model_dump(mode="json", by_alias=True), checked.layered
+    resolved = checked.spec.model_dump(mode="json", by_alias=True)
     if output == "json":
         if show_origin:
-            resolved = {"spec": resolved, "origin": origins(layered, files, resolved)}
+            resolved = {"spec": resolved, "origin": origins(checked, files, resolved)}
         print(json.dumps(resolved, indent=2, ensure_ascii=False))
     elif show_origin:
-        print(to_yaml(resolved, lambda at: origin(layered, files, at)), end="")
+        print(to_yaml(resolved, lambda at: origin(checked, files, at)), end="")
     else:
         print(to_yaml(resolved), end="")
     return 0

@@ -23,10 +23,10 @@ from runspec.core.errors import UserError, one_line
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.http_client import NoAnswer, fetch_now
 from runspec.core.models.family import model_config
+from runspec.core.schema.load import FILE_NAME as SPEC_FILE
+from runspec.core.schema.load import dump_resolved
+from runspec.core.schema.role_names import shares_name, trunk_names
 from runspec.core.signed import SigningKey
-from runspec.core.spec.load import FILE_NAME as SPEC_FILE
-from runspec.core.spec.load import dump_resolved
-from runspec.core.spec.role_names import shares_name, trunk_names
 from runspec.local.backend import LOCAL, StopSignals, pinned
 from runspec.local.bundle import TRUNK_GROUP, install, load_bundle, require_own
 from runspec.local.endpoints import Endpoints, address, fixed_endpoints

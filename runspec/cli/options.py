@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from runspec.core.spec.load import SpecFiles
+    from runspec.core.schema.load import SpecFiles
 
 RUNS = Path("runs")
 
@@ -37,7 +37,7 @@ Follow = Annotated[bool, typer.Option("-f", "--follow", help="Goes on as it grow
 
 def duration(value: str | float) -> float:
     """Seconds of a text such as 30s or 7d, or of a default."""
-    from runspec.core.spec.fields import DURATION
+    from runspec.core.schema.fields import DURATION
 
     return value if isinstance(value, float) else DURATION.parse(value)
 
@@ -46,7 +46,7 @@ def files_named(
     file: Path, profile: str | None, placement: Path | None, overrides: list[str] | None
 ) -> SpecFiles:
     """The files that a spec is read from, as the command line names them."""
-    from runspec.core.spec.load import SpecFiles
+    from runspec.core.schema.load import SpecFiles
 
     return SpecFiles(file, profile, placement, tuple(overrides or ()))
 

@@ -27,10 +27,10 @@ from runspec.cli.estimate_view import show_estimate
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError, bad_usage
 from runspec.core.models.family import model_config
-from runspec.core.signed import BadSignature
-from runspec.core.spec.fields import CHANGE_CLASSES
-from runspec.core.spec.findings import format_finding
-from runspec.core.spec.load import (
+from runspec.core.schema import RunSpec
+from runspec.core.schema.fields import CHANGE_CLASSES
+from runspec.core.schema.findings import format_finding
+from runspec.core.schema.load import (
     FILE_NAME,
     SpecFiles,
     dump_resolved,
@@ -39,8 +39,8 @@ from runspec.core.spec.load import (
     parse_resolved,
     spec_digest,
 )
-from runspec.core.spec.role_names import island_names
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema.role_names import island_names
+from runspec.core.signed import BadSignature
 from runspec.local.backend import LOCAL
 from runspec.local.bundle import TRUNK_GROUP
 from runspec.local.formatting import size
@@ -48,18 +48,19 @@ from runspec.local.planning import STARTS_ANEW, RunPlan, make_plan, takes_any_ch
 from runspec.local.run_dir import run_directory
 from runspec.local.site import ANY_MACHINE, BUNDLES, Disk, groups_of
 from runspec.local.supervisor import readers_names
-from runspec.plan.aot import AotReport, compile_step
-from runspec.plan.changes import (
+from runspec.plan import (
     LIVE,
     Change,
+    SavedPlan,
     difference,
     of_class,
     roles_to_restart,
+    save_plan,
     severest,
     shown,
 )
+from runspec.plan.aot import AotReport, compile_step
 from runspec.plan.estimate import RunEstimate, estimate_run
-from runspec.plan.saved import SavedPlan, save_plan
 
 EXIT_CHANGES = 6
 _MARKS = {"add": ("+", "green"), "change": ("~", "yellow"), "remove": ("-", "red")}

@@ -19,11 +19,11 @@ import typer
 from runspec.cli import options, reader_gone
 from runspec.cli.status import event_line
 from runspec.core.errors import BadUsage, UserError
-from runspec.core.object_store import Folder
+from runspec.core.files import Folder
 from runspec.core.process import run_role, stop_event
 from runspec.core.run_files import checkpoints_folder
-from runspec.core.spec.load import load_resolved
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import load_resolved
 from runspec.local.backend import end_leftovers
 from runspec.local.diagnosis import evaluation_names, main_figure, result_line
 from runspec.local.formatting import reported

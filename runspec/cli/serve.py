@@ -32,9 +32,8 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import TOKENIZER_NAMES
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import CPU_BLOCK_TOKENS, MAX_SEQUENCES, cpu_kv_bytes
-from runspec.core.prompt_messages import prompt_messages
-from runspec.core.spec.role_names import evaluator_pool
-from runspec.core.spec.schema import RunSpec, SamplerPool
+from runspec.core.schema import RunSpec, SamplerPool
+from runspec.core.schema.role_names import evaluator_pool
 from runspec.local.backend import last_lines
 from runspec.local.machine import module_is_installed, vllm_environment
 from runspec.local.model_folders import published_version
@@ -318,7 +317,7 @@ def _talk(
             data = None if found.spec is None else found.spec.data
             messages: list[Any] = [{"role": "user", "content": question}]
             if data is not None:
-                messages = prompt_messages(data, question, target)
+                messages = data.prompt_messages(question, target)
             thinks = data is None or data.thinking != "none"
             pieces = _pieces(found, port, {"messages": messages}, max_tokens)
             tokens = print_reply(pieces, dim=terminal and thinks)

@@ -21,9 +21,9 @@ from broadcast.manifest import MAX_BYTES
 from runspec.cli import options
 from runspec.core.canonical import digest_bytes
 from runspec.core.files import read_bounded
-from runspec.core.spec.load import spec_digest
-from runspec.core.spec.schema import RunSpec
-from runspec.estimate.inputs import hourly_price
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import spec_digest
+from runspec.estimate.assumed import hourly_price
 from runspec.local import metrics
 from runspec.local.diagnosis import newest, result_line, summarise_evaluations
 from runspec.local.endpoints import run_link

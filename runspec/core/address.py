@@ -18,7 +18,7 @@ from runspec.core.canonical import is_digest
 from runspec.core.errors import UserError
 
 if TYPE_CHECKING:
-    from runspec.core.spec.schema import RunSpec
+    from runspec.core.schema import RunSpec
 
 _PRINTABLE = re.compile(r"[!-~]+")
 _LONGEST_LINK = 3000

@@ -255,31 +255,21 @@ class ConnectionLimiter:
                 loop.remove_reader(listener)
                 self._listeners[listener] = loop.call_later(_PAUSE_S, self.open, listener)
                 return
-            if self._has_room():
-                self._let_in(accepted)
-            else:
-                self._refuse(accepted)
-
-    def _has_room(self) -> bool:
-        """Whether one more may be open; closes the longest idle one if that is needed."""
-        if len(self._open) >= self.limits.connections and self._idle:
-            next(iter(self._idle)).close_now("room")
-        return len(self._open) < self.limits.connections
-
-    def _refuse(self, accepted: socket.socket) -> None:
-        self.observer.dropped("full")
-        with accepted, suppress(OSError):
-            accepted.setblocking(False)
-            if self._tls is None:
-                accepted.send(_FULL)
-
-    def _let_in(self, accepted: socket.socket) -> None:
-        connection = Connection(self, self._server)
-        self._open.add(connection)
-        self._idle[connection] = None
-        task = asyncio.create_task(self._enter(connection, accepted))
-        connection.entering = task
-        task.add_done_callback(functools.partial(self._entered, connection, accepted))
+            if len(self._open) >= self.limits.connections and self._idle:
+                next(iter(self._idle)).close_now("room")  # the one that is idle for longest
+            if len(self._open) >= self.limits.connections:
+                self.observer.dropped("full")
+                with accepted, suppress(OSError):
+                    accepted.setblocking(False)
+                    if self._tls is None:
+                        accepted.send(_FULL)
+                continue
+            connection = Connection(self, self._server)
+            self._open.add(connection)
+            self._idle[connection] = None
+            task = asyncio.create_task(self._enter(connection, accepted))
+            connection.entering = task
+            task.add_done_callback(functools.partial(self._entered, connection, accepted))
 
     async def _enter(self, connection: Connection, accepted: socket.socket) -> None:
         loop = asyncio.get_running_loop()

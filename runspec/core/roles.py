@@ -1,6 +1,8 @@
-"""roles.json and invitations: documents that say which keys may do what in a run.
+"""roles.json and invitations, which say what keys may do in a run, and latest.json.
 
 roles.json has the keys of the roles and of the learner islands, signed by the root key.
+
+latest.json is the publisher's short-lived statement of the newest policy version.
 
 A holder of an invite may register a limited number of keys for a limited time. An invite has its
 own key, which a document signed by the coordinator names. Its secret travels only in the join link
@@ -22,21 +24,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
+from runspec.core import signed
 from runspec.core.canonical import MalformedJson, is_digest, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.signed import (
-    CLOCK_SKEW_S,
-    STRICT,
-    BadSignature,
-    PublicKey,
-    SigningKey,
-    Time,
-    is_public_key,
-    open_document,
-    open_payload,
-    sign_document,
-)
 
 KIND = "roles"
 ROLE_NAMES = ("publisher", "coordinator", "validator")
@@ -77,13 +68,13 @@ class Roles:
 class _Payload:
     """Payload of roles.json."""
 
-    __pydantic_config__ = STRICT
+    __pydantic_config__ = signed.STRICT
 
     run: str
-    issued: Time
-    expires: Time
-    roles: dict[str, list[PublicKey]]
-    islands: dict[str, PublicKey] = field(default_factory=dict)
+    issued: signed.Time
+    expires: signed.Time
+    roles: dict[str, list[signed.PublicKey]]
+    islands: dict[str, signed.PublicKey] = field(default_factory=dict)
 
 
 _CODEC_OF_ROLES = TypeAdapter(_Payload)
@@ -92,7 +83,7 @@ _CODEC_OF_ROLES = TypeAdapter(_Payload)
 def sign_roles(
     run: str,
     keys: dict[str, list[str]],
-    root: SigningKey,
+    root: signed.SigningKey,
     *,
     valid_s: float,
     now: float | None = None,
@@ -115,7 +106,7 @@ def sign_roles(
     payload = {"run": run, "issued": issued, "expires": issued + valid_s, "roles": keys}
     if islands:
         payload["islands"] = dict(islands)
-    return sign_document(KIND, payload, root)
+    return signed.sign_document(KIND, payload, root)
 
 
 def open_roles(
@@ -133,12 +124,12 @@ def open_roles(
         BadSignature: of another root or run, expired, from the future, or malformed.
     """
     keys = None if root_public_key is None else {root_public_key}
-    found, _ = open_payload(_CODEC_OF_ROLES, data, kind=KIND, keys=keys, max_bytes=MAX_BYTES)
+    found, _ = signed.open_payload(_CODEC_OF_ROLES, data, kind=KIND, keys=keys, max_bytes=MAX_BYTES)
     if found.run != run:
-        raise BadSignature(f"roles: not for run {run!r}")
+        raise signed.BadSignature(f"roles: not for run {run!r}")
     check_times(KIND, found.issued, found.expires, time.time() if now is None else now)
     if set(found.roles) - set(MAY_BE) != set(ROLE_NAMES):
-        raise BadSignature("roles: must name exactly publisher, coordinator and validator")
+        raise signed.BadSignature("roles: must name exactly publisher, coordinator and validator")
     held = {name: frozenset(named) for name, named in found.roles.items()}
     return Roles(run, found.issued, found.expires, **held, islands=found.islands)
 
@@ -149,10 +140,10 @@ def check_times(kind: str, issued: float, expires: float, now: float) -> None:
     Raises:
         BadSignature: the document is expired or from the future.
     """
-    if now > expires + CLOCK_SKEW_S:
-        raise BadSignature(f"{kind}: expired {now - expires:.0f} s ago")
-    if issued > now + CLOCK_SKEW_S:
-        raise BadSignature(f"{kind}: issued {issued - now:.0f} s in the future")
+    if now > expires + signed.CLOCK_SKEW_S:
+        raise signed.BadSignature(f"{kind}: expired {now - expires:.0f} s ago")
+    if issued > now + signed.CLOCK_SKEW_S:
+        raise signed.BadSignature(f"{kind}: issued {issued - now:.0f} s in the future")
 
 
 def issued_at(data: bytes) -> float:
@@ -161,7 +152,7 @@ def issued_at(data: bytes) -> float:
     Raises:
         BadSignature: it is no roles.json.
     """
-    found, _ = open_payload(_CODEC_OF_ROLES, data, kind=KIND, keys=None, max_bytes=MAX_BYTES)
+    found, _ = signed.open_payload(_CODEC_OF_ROLES, data, kind=KIND, keys=None, max_bytes=MAX_BYTES)
     return found.issued
 
 
@@ -185,7 +176,7 @@ def read_own_workers(keys: Path) -> dict[str, str]:
         raise UserError(
             f"cannot be read: {error}", place=str(path), remedy="remove it, then apply again"
         ) from error
-    return {name: key for name, key in own.items() if is_public_key(key)}
+    return {name: key for name, key in own.items() if signed.is_public_key(key)}
 
 
 INVITE_KIND, PROOF_KIND = "invite", "invited"
@@ -199,23 +190,23 @@ MAX_USES = 1_000_000
 class Invite:
     """Document that the coordinator's key signs."""
 
-    __pydantic_config__ = STRICT
+    __pydantic_config__ = signed.STRICT
 
     run: str
-    key: PublicKey
+    key: signed.PublicKey
     """Public key of the invite, by which its uses are counted."""
     pool: str | None
     """Pool that it is for; None: any."""
     uses: Annotated[int, Field(gt=0, le=MAX_USES)]
     """Number of keys that may be registered with it."""
-    expires: Time
+    expires: signed.Time
 
 
 _CODEC = TypeAdapter(Invite)
 
 
 def make_invite(
-    run: str, *, pool: str | None, uses: int, valid_s: float, coordinator: SigningKey
+    run: str, *, pool: str | None, uses: int, valid_s: float, coordinator: signed.SigningKey
 ) -> str:
     """Return the text of a new invite.
 
@@ -226,9 +217,9 @@ def make_invite(
         valid_s: seconds until it expires.
         coordinator: key of the run's coordinator.
     """
-    secret = SigningKey.generate()
+    secret = signed.SigningKey.generate()
     invite = Invite(run, secret.public_hex, pool, uses, time.time() + valid_s)
-    document = sign_document(INVITE_KIND, asdict(invite), coordinator)
+    document = signed.sign_document(INVITE_KIND, asdict(invite), coordinator)
     return f"{base64.urlsafe_b64encode(document).decode()}.{secret.secret_hex}"
 
 
@@ -238,11 +229,11 @@ def invite_key(text: str) -> str:
     Raises:
         BadSignature: the text is not an invite.
     """
-    key = open_document(
+    key = signed.open_document(
         _document(text).encode(), kind=INVITE_KIND, keys=None, max_bytes=MAX_INVITE_BYTES
     ).payload.get("key")
     if not is_digest(key):
-        raise BadSignature("invite: its key is malformed")
+        raise signed.BadSignature("invite: its key is malformed")
     return str(key)
 
 
@@ -258,8 +249,10 @@ def use_invite(text: str, worker: str) -> dict[str, str]:
     """
     document, secret = _document(text), text.partition(".")[2]
     if len(text) > MAX_TEXT or not is_digest(secret):
-        raise BadSignature("invite: no <document>.<secret>")
-    proof = sign_document(PROOF_KIND, {"worker": worker}, SigningKey.from_secret(secret))
+        raise signed.BadSignature("invite: no <document>.<secret>")
+    proof = signed.sign_document(
+        PROOF_KIND, {"worker": worker}, signed.SigningKey.from_secret(secret)
+    )
     return {"document": document, "proof": proof.decode()}
 
 
@@ -267,7 +260,7 @@ def _document(text: str) -> str:
     try:
         return base64.b64decode(text.partition(".")[0], altchars=b"-_", validate=True).decode()
     except (binascii.Error, ValueError) as error:
-        raise BadSignature(f"invite: not base64: {error}") from error
+        raise signed.BadSignature(f"invite: not base64: {error}") from error
 
 
 def open_invite(
@@ -286,20 +279,65 @@ def open_invite(
         BadSignature: malformed, not signed, of another run, expired, or proof of another worker.
     """
     if not isinstance(used, dict) or set(used) != {"document", "proof"}:
-        raise BadSignature("invite: document and proof are needed")
+        raise signed.BadSignature("invite: document and proof are needed")
     document, proof = used["document"], used["proof"]
     if not (isinstance(document, str) and isinstance(proof, str)):
-        raise BadSignature("invite: document and proof must be text")
-    invite, _ = open_payload(
+        raise signed.BadSignature("invite: document and proof must be text")
+    invite, _ = signed.open_payload(
         _CODEC, document.encode(), kind=INVITE_KIND, keys=coordinators, max_bytes=MAX_INVITE_BYTES
     )
     if invite.run != run:
-        raise BadSignature(f"invite: of run {invite.run[:80]!r}, not {run!r}")
+        raise signed.BadSignature(f"invite: of run {invite.run[:80]!r}, not {run!r}")
     if now > invite.expires:
-        raise BadSignature(f"invite: expired {now - invite.expires:.0f} s ago")
-    shown = open_document(
+        raise signed.BadSignature(f"invite: expired {now - invite.expires:.0f} s ago")
+    shown = signed.open_document(
         proof.encode(), kind=PROOF_KIND, keys=frozenset({invite.key}), max_bytes=MAX_INVITE_BYTES
     )
     if shown.payload != {"worker": worker}:
-        raise BadSignature("invite: the proof is for another key")
+        raise signed.BadSignature("invite: the proof is for another key")
     return invite
+
+
+LATEST = "latest"
+MAX_LATEST_BYTES = 4 * 1024
+VALID_S = 600.0
+RESIGN_EVERY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Latest:
+    """The newest published version; times are seconds since the epoch."""
+
+    __pydantic_config__ = signed.STRICT
+
+    run: str
+    version: signed.Natural
+    manifest_digest: signed.Digest
+    issued: signed.Time
+    expires: signed.Time
+
+
+_CODEC_OF_LATEST = TypeAdapter(Latest)
+
+
+def sign_latest(run: str, version: int, manifest_digest: str, key: signed.SigningKey) -> bytes:
+    now = time.time()
+    return signed.sign_document(
+        LATEST, asdict(Latest(run, version, manifest_digest, now, now + VALID_S)), key
+    )
+
+
+def open_latest(data: bytes, *, run: str, publishers: Collection[str]) -> Latest:
+    """Check a latest.json.
+
+    Raises:
+        BadSignature: not signed by a publisher, of another run, expired, from the future, or
+            malformed.
+    """
+    latest, _ = signed.open_payload(
+        _CODEC_OF_LATEST, data, kind=LATEST, keys=publishers, max_bytes=MAX_LATEST_BYTES
+    )
+    if latest.run != run:
+        raise signed.BadSignature(f"latest: of run {latest.run[:80]!r}, not {run!r}")
+    check_times(LATEST, latest.issued, latest.expires, time.time())
+    return latest

@@ -10,10 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runspec.core.canonical import digest_file, parse_object
-from runspec.core.files import read_bounded, remove_leftovers
-from runspec.core.object_store import Folder, ObjectPath, folder_at, last_file
-from runspec.core.spec.schema import RunSpec
+from runspec.core.canonical import digest_file
+from runspec.core.files import (
+    Folder,
+    ObjectPath,
+    folder_at,
+    last_file,
+    read_object,
+    remove_leftovers,
+)
+from runspec.core.schema import RunSpec
 
 METRICS_FILE = "metrics.jsonl"
 """A line a trained step; the learner writes it."""
@@ -118,14 +124,11 @@ def evaluation_files(run_dir: Path) -> list[Path]:
 
 def evaluated_versions(run_dir: Path) -> list[tuple[Path, int]]:
     """Return `evaluation_files`, each with its version."""
-    folders = (run_dir / EVALUATIONS_NAME).glob("*")
-    files = ((f.name, v, f / f"v{v}.json") for f in folders for v in _results(f))
-    return [(path, version) for _, version, path in sorted(files)]
-
-
-def _results(folder: Path) -> list[int]:
-    matches = (re.fullmatch(r"v(\d+)\.json", path.name) for path in folder.iterdir())
-    return [int(match[1]) for match in matches if match]
+    found = []
+    for path in (run_dir / EVALUATIONS_NAME).glob("*/v*.json"):
+        if match := re.fullmatch(r"v(\d+)\.json", path.name):
+            found.append((path.parent.name, int(match[1]), path))
+    return [(path, version) for _, version, path in sorted(found)]
 
 
 def monitor_folder(run_dir: Path, name: str) -> Path:
@@ -209,8 +212,7 @@ def record_of(state: Folder) -> dict[str, Any]:
     Raises:
         OSError, MalformedJson: the record is missing or is not a JSON object.
     """
-    path = last_file(state, RECORD_NAME)
-    return parse_object(read_bounded(path, MAX_RECORD_BYTES), max_bytes=MAX_RECORD_BYTES)
+    return read_object(last_file(state, RECORD_NAME), MAX_RECORD_BYTES)
 
 
 def file_digests(state: Folder) -> dict[str, str]:
@@ -218,15 +220,16 @@ def file_digests(state: Folder) -> dict[str, str]:
 
     Names are relative to the folder `state`; those of files in `beside` begin with its name.
     """
-    found = _digests(state / ARRAYS_NAME)
-    return found | {f"{BESIDE_NAME}/{n}": d for n, d in _digests(state / BESIDE_NAME).items()}
-
-
-def _digests(root: Folder) -> dict[str, str]:
-    if isinstance(root, ObjectPath):
-        return dict.fromkeys(sorted(root.names()), _CHECKED_WHEN_READ)
-    paths = sorted(path for path in root.rglob("*") if path.is_file())
-    return {path.relative_to(root).as_posix(): digest_file(path) for path in paths}
+    found: dict[str, str] = {}
+    for name, prefix in ((ARRAYS_NAME, ""), (BESIDE_NAME, f"{BESIDE_NAME}/")):
+        root = state / name
+        if isinstance(root, ObjectPath):
+            found |= {f"{prefix}{key}": _CHECKED_WHEN_READ for key in sorted(root.names())}
+        else:
+            paths = sorted(path for path in root.rglob("*") if path.is_file())
+            names = (f"{prefix}{path.relative_to(root).as_posix()}" for path in paths)
+            found |= dict(zip(names, map(digest_file, paths), strict=True))
+    return found
 
 
 def damaged_file(state: Folder, files: Mapping[str, str]) -> str | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
@@ -120,15 +120,9 @@ def _unusable(thing: str, place: str) -> UserError:
 
 
 Objects = Sequence[Mapping[str, Any]]
+"""Turns of a conversation, of `role` and `content`; or schemas of tools."""
 Spans = tuple[str, list[tuple[int, int]]]
 """Text, and begin and end of parts of it."""
-
-
-class Message(TypedDict):
-    """One turn of a conversation."""
-
-    role: str
-    content: str
 
 
 class ChatTemplate:
@@ -177,7 +171,7 @@ class ChatTemplate:
             said = named[_DEFAULT]
         return None if said is None else cls(said, files.special_tokens, files.place)
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Objects) -> str:
         """Render a conversation as text, up to the start of the model's turn.
 
         Raises:
@@ -267,7 +261,7 @@ class ChatTemplate:
 
     def _rendered(
         self,
-        messages: Sequence[Any],
+        messages: Objects,
         tools: Objects | None = None,
         *,
         prompt: bool = False,

@@ -32,20 +32,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from runspec.core.models import parameters as model
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.parameters import (
-    KEPT_LOGITS,
-    WIDTH,
-    Tree,
-    device_positions,
-    held_weights,
-    leaves,
-    logits_chunk,
-    parameters,
-    shard_elements,
-    trained_parameters,
-)
-from runspec.core.spec.schema import Mesh, RunSpec
+from runspec.core.models.parameters import WIDTH
+from runspec.core.schema import Mesh, RunSpec
 
 CODE = 48e6
 """Bytes of the program on TPUs."""
@@ -99,10 +89,22 @@ def learner_memory(spec: RunSpec, config: ModelConfig) -> LearnerMemory:
         spec: spec of the run.
         config: shape of the model.
     """
-    learner, sizes = spec.learner, _sizes(spec, config)
-    holds_version, holds_reference = held_weights(spec)
+    learner, mesh, h = spec.learner, spec.learner.mesh, config.head_dim
+    tree, trained = model.parameters(config), model.trained_parameters(config, learner.lora)
+    sizes = _Sizes(
+        model=model.shard_elements(tree, mesh),
+        trained=model.shard_elements(trained, mesh),
+        layers=model.shard_elements(tree["layers"], mesh),
+        table=tree["embed"].shard_size(mesh, whole="fsdp"),
+        positions=model.device_positions(learner),
+        width=WIDTH[learner.compute_dtype],
+        mlp=_cut(config.intermediate_size, mesh.tensor),
+        heads=_cut(config.num_attention_heads, mesh.tensor) * h,
+        kv_heads=_cut(config.num_key_value_heads, mesh.tensor) * h,
+    )
+    holds_version, holds_reference = model.held_weights(spec)
     published = WIDTH[spec.broadcast.dtype]
-    moments = _WIDE * sizes.moments
+    moments = _WIDE * moment_elements(spec.optimizer.kind, trained, mesh)
     offload = spec.optimizer.offload
     moment, activations, logits, temporaries = _worst_moment(spec, config, sizes)
     layer_inputs = sizes.activation(config.hidden_size) * config.num_hidden_layers
@@ -120,7 +122,7 @@ def learner_memory(spec: RunSpec, config: ModelConfig) -> LearnerMemory:
     )
 
 
-def moment_elements(kind: str, trained: Tree, mesh: Mesh) -> int:
+def moment_elements(kind: str, trained: model.Tree, mesh: Mesh) -> int:
     """Return the float32 numbers that an optimizer keeps on one device.
 
     Args:
@@ -128,21 +130,11 @@ def moment_elements(kind: str, trained: Tree, mesh: Mesh) -> int:
         trained: tree of the trained parameters.
         mesh: that cuts them.
     """
-    count = shard_elements(trained, mesh)
+    count = model.shard_elements(trained, mesh)
     if kind == "muon":
-        matrices = [leaf for leaf in leaves(trained) if leaf.inputs is not None]
+        matrices = [leaf for leaf in model.leaves(trained) if leaf.inputs is not None]
         return 2 * count - sum(leaf.shard_size(mesh) for leaf in matrices)
     return count if kind == "sgd" else 2 * count
-
-
-def logits_bytes(spec: RunSpec, config: ModelConfig) -> float:
-    """Return the bytes on one device of a chunk's logits and gradient, or of all kept logits."""
-    learner, vocabulary = spec.learner, config.vocab_size
-    local = _cut(vocabulary, learner.mesh.tensor)
-    positions = device_positions(learner)
-    if positions * vocabulary > KEPT_LOGITS:
-        positions = logits_chunk(learner, vocabulary)
-    return float((_WIDE + WIDTH[learner.compute_dtype]) * positions * local)
 
 
 @dataclass(frozen=True)
@@ -151,7 +143,6 @@ class _Sizes:
 
     model: int
     trained: int
-    moments: int
     layers: int
     """W."""
     table: int
@@ -177,24 +168,6 @@ def _cut(size: int, by: int) -> int:
     return size // by if size % by == 0 else size
 
 
-def _sizes(spec: RunSpec, config: ModelConfig) -> _Sizes:
-    learner, mesh = spec.learner, spec.learner.mesh
-    tree, h = parameters(config), config.head_dim
-    trained = trained_parameters(config, learner.lora)
-    return _Sizes(
-        model=shard_elements(tree, mesh),
-        trained=shard_elements(trained, mesh),
-        moments=moment_elements(spec.optimizer.kind, trained, mesh),
-        layers=shard_elements(tree["layers"], mesh),
-        table=tree["embed"].shard_size(mesh, whole="fsdp"),
-        positions=device_positions(learner),
-        width=WIDTH[learner.compute_dtype],
-        mlp=_cut(config.intermediate_size, mesh.tensor),
-        heads=_cut(config.num_attention_heads, mesh.tensor) * h,
-        kv_heads=_cut(config.num_key_value_heads, mesh.tensor) * h,
-    )
-
-
 def _worst_moment(
     spec: RunSpec, config: ModelConfig, sizes: _Sizes
 ) -> tuple[str, float, float, float]:
@@ -213,8 +186,14 @@ def _worst_moment(
     gathered = float(sizes.width * _MATRICES * stream * sizes.mlp)
     if learner.mesh.context > 1:
         gathered += 4 * sizes.activation(sizes.kv_heads) * learner.mesh.context
+    # The logits of a chunk and their gradient, or all that are kept.
+    vocabulary, positions = config.vocab_size, sizes.positions
+    if positions * vocabulary > model.KEPT_LOGITS:
+        positions = model.logits_chunk(learner, vocabulary)
+    local = _cut(vocabulary, learner.mesh.tensor)
+    logits = float((_WIDE + sizes.width) * positions * local)
     moments = [
-        ("head", kept, logits_bytes(spec, config), head + table + 3 * sizes.activation(stream)),
+        ("head", kept, logits, head + table + 3 * sizes.activation(stream)),
         ("layers", kept, 0.0, table + of_layers + at_work + gathered),
         ("embedding", 0.0, 0.0, 3 * table + of_layers),
     ]

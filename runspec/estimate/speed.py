@@ -11,7 +11,7 @@ second term alone. Measured speeds (`tokens_per_s` of a pool and of the validato
 
 The learner takes (useful + old + reference + held-out FLOPs) / (devices x P x mfu), at the mean
 length. The mfu already counts the time that remat takes (`runspec.core.models.parameters`). Islands
-exchange shares besides (`runspec.estimate.islands`).
+exchange shares besides (`runspec.estimate.broadcast`).
 
 A whole step takes at least
 
@@ -35,24 +35,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from runspec.core.models import parameters as model
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_count, device_of
-from runspec.core.models.parameters import (
-    MAX_SEQUENCES,
-    MEMORY_UTILIZATION,
-    WIDTH,
-    cpu_kv_bytes,
-    forward_flops,
-    kv_token_bytes,
-    leaves,
-    matrix_parameters,
-    parameters,
-    step_flops,
-)
-from runspec.core.spec.role_names import island_names, island_spec
-from runspec.core.spec.schema import Hardware, RunSpec, SamplerPool
+from runspec.core.models.parameters import MAX_SEQUENCES, MEMORY_UTILIZATION, WIDTH
+from runspec.core.schema import Hardware, RunSpec, SamplerPool
+from runspec.core.schema.role_names import island_names, island_spec
 from runspec.estimate import assumed
-from runspec.estimate.islands import exchange
+from runspec.estimate.broadcast import exchange
 
 
 @dataclass(frozen=True)
@@ -120,8 +110,8 @@ def decode_speed(pool: SamplerPool, spec: RunSpec, config: ModelConfig | None) -
     sequences = MAX_SEQUENCES if fit is None else min(MAX_SEQUENCES, int(fit // context))
     return Decode(
         weights_s=weight_bytes(pool, config) / bandwidth,
-        context_s=kv_token_bytes(pool, config) / bandwidth,
-        token_s=2.0 * matrix_parameters(config) / flops,
+        context_s=model.kv_token_bytes(pool, config) / bandwidth,
+        token_s=2.0 * model.matrix_parameters(config) / flops,
         sequences=max(1, sequences),
         copies=pool.parallel.data,
     )
@@ -142,8 +132,25 @@ def prefill_tokens_per_s(hardware: Hardware, spec: RunSpec, config: ModelConfig)
     if peak is None or count is None:
         return None
     tokens = mean_tokens(spec)
-    flops = forward_flops(config, [tokens]) / tokens
+    flops = model.forward_flops(config, [tokens]) / tokens
     return count * peak * assumed.sampler_mfu(spec).value / flops
+
+
+def check_tokens_per_s(spec: RunSpec, config: ModelConfig | None) -> assumed.Assumed | None:
+    """Return a validator's rate; without `verify.hardware`, that of a replica of the first pool.
+
+    None if that is unknown too, or if there are no validators.
+    """
+    verify, source = spec.verify, "verify.hardware"
+    if not verify.validators:
+        return None
+    rate, hardware = validator_tokens_per_s(spec, config), verify.hardware
+    if verify.tokens_per_s is not None:
+        source = "verify.tokens_per_s"
+    elif hardware is None and config is not None:
+        rate = prefill_tokens_per_s(spec.samplers[0].hardware, spec, config)
+        source = f"no verify.hardware: as a replica of {spec.samplers[0].name}"
+    return None if rate is None else assumed.Assumed("a validator", rate, "tokens/s", source)
 
 
 def learner_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
@@ -172,7 +179,7 @@ def _program_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
     devices = device_count(spec.learner.hardware, spec.learner.mesh.slices)
     if config is None or peak is None or devices is None:
         return None
-    flops = step_flops(spec, config, mean_tokens(spec))
+    flops = model.step_flops(spec, config, mean_tokens(spec))
     return (flops.useful + flops.forward) / (devices * peak * assumed.learner_mfu(spec).value)
 
 
@@ -190,14 +197,9 @@ def step_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
         spec: the spec of the run.
         config: shape of the model, if known.
     """
-    if spec.supervised is not None:
-        return learner_seconds(spec, config)
-    learner, sampling = learner_seconds(spec, config), sampling_seconds(spec, config)
-    return None if learner is None or sampling is None else max(learner, sampling)
-
-
-def sampling_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
-    """Return the seconds of all pools for a step's rollouts; None if a speed is unknown or 0."""
+    learner_s = learner_seconds(spec, config)
+    if spec.supervised is not None or learner_s is None:
+        return learner_s
     mean, prompt = assumed.mean_new_tokens(spec).value, assumed.mean_prompt_tokens(spec).value
     total = 0.0
     for pool in spec.samplers:
@@ -210,7 +212,7 @@ def sampling_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
         if seconds <= 0.0:
             return None
         total += pool.replicas * sum(together) / seconds
-    return rollouts_per_step(spec) * mean / total if total > 0.0 else None
+    return max(learner_s, rollouts_per_step(spec) * mean / total) if total > 0.0 else None
 
 
 def rollouts_per_step(spec: RunSpec) -> float:
@@ -282,13 +284,18 @@ def sampler_memory(pool: SamplerPool, spec: RunSpec, config: ModelConfig) -> Sam
         config: shape of the model.
     """
     ranks, width = pool.parallel.tensor, WIDTH[pool.dtype]
-    kv_token = kv_token_bytes(pool, config)
+    kv_token = model.kv_token_bytes(pool, config)
     weights = weight_bytes(pool, config)
-    activations = _activations(config, ranks, width)
+    # A layer of a prefill holds residual, norm and output of D numbers a token, and gate, up and
+    # their product of F a token, sharded over the ranks. The last step's logits are float32 and
+    # gathered: with the noise and a normalised copy they count three times.
+    features = 3 * config.hidden_size + 3 * config.intermediate_size / ranks
+    logits = MAX_SEQUENCES * _FLOAT32 * 3 * config.vocab_size
+    activations = float(max(BATCHED_TOKENS * width * features, logits))
     memory = device_of(pool.hardware).memory
     room: float | None = None
     if pool.hardware.kind == "cpu":
-        room = cpu_kv_bytes(pool, config)
+        room = model.cpu_kv_bytes(pool, config)
     elif memory is not None:
         room = MEMORY_UTILIZATION * memory - weights - activations
     rows = RECORDED_ROWS * config.hidden_size * WIDTH["bfloat16"]
@@ -311,7 +318,7 @@ def weight_bytes(pool: SamplerPool, config: ModelConfig) -> float:
     ranks, width = pool.parallel.tensor, WIDTH[pool.dtype]
     copies = -(-config.num_key_value_heads // ranks) / config.num_key_value_heads
     total = 0.0
-    for leaf in leaves(parameters(config)):
+    for leaf in model.leaves(model.parameters(config)):
         share = 1.0
         if "kv_heads" in leaf.axes:
             share = copies
@@ -322,15 +329,3 @@ def weight_bytes(pool: SamplerPool, config: ModelConfig) -> float:
         else:
             total += width * leaf.size * share
     return total
-
-
-def _activations(config: ModelConfig, ranks: int, width: int) -> float:
-    """Return the bytes of a prefill's layer or of the last step's logits, whichever is larger.
-
-    A layer holds residual, norm and output of D numbers a token, and gate, up and their product of
-    F a token, sharded over the ranks. Logits are float32 and gathered: with the noise and a
-    normalised copy they count three times.
-    """
-    layer = BATCHED_TOKENS * width * (3 * config.hidden_size + 3 * config.intermediate_size / ranks)
-    logits = MAX_SEQUENCES * _FLOAT32 * 3 * config.vocab_size
-    return float(max(layer, logits))

@@ -1,4 +1,10 @@
-"""Checks specs: findings of the loader and of the rules, less the suppressed ones."""
+"""Checks specs: findings of the loader and of the rules, less the suppressed ones.
+
+Comments `# runspec: ignore[CODE, ...] reason="..."` suppress findings. A suppression removes the
+findings of its codes in the lines that it is about (`runspec.core.schema.findings.find_comments`).
+It needs a reason. Blocking findings, which keep the layers from making a spec, cannot be
+suppressed.
+"""
 
 from __future__ import annotations
 
@@ -6,53 +12,30 @@ import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import takewhile
 from operator import attrgetter
 from typing import get_args
 
 import runspec.lint.rules  # noqa: F401  (registers them)
 from runspec.core.errors import UserError
-from runspec.core.spec.findings import Finding
-from runspec.core.spec.layers import ParsedFiles, profile_path
-from runspec.core.spec.load import VARIABLE, Layered, SpecFiles, load_layers, required_spec
-from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.schema_fields import close_match
-from runspec.core.spec.validate import locate, to_python
-from runspec.lint.registry import RULES, Context, Group, violations
-from runspec.lint.suppress import (
-    Applied,
-    Suppressed,
-    Suppression,
-    apply_suppressions,
-    read_suppressions,
-    unused,
-)
+from runspec.core.schema.findings import Comment, Edit, Finding, replacing
+from runspec.core.schema.layers import ParsedFiles, profile_path
+from runspec.core.schema.load import VARIABLE, Layered, SpecFiles, load_layers
+from runspec.core.schema.schema_fields import close_match
+from runspec.core.schema.validate import locate, to_python
+from runspec.lint import RULES, Context, Group, violations
 
 _in_order = attrgetter("file", "line", "column", "code", "path", "message")
 
 
 @dataclass(frozen=True)
-class CheckedSpec:
-    """A spec and its findings.
+class CheckedSpec(Layered):
+    """A spec, and its findings that are not suppressed.
 
-    `spec` is None if the layers make no `RunSpec`. A spec with errors must not run: `require`
-    refuses it.
+    A spec with errors must not run: `require` refuses it.
     """
 
-    spec: RunSpec | None
-    findings: list[Finding]
-    """Findings that are not suppressed."""
-    layered: Layered
-    suppressed: list[Suppressed] = field(default_factory=list)
-
-    def require(self) -> RunSpec:
-        """Return the spec.
-
-        Raises:
-            UserError: the spec has errors; it lists each with its place.
-        """
-        return required_spec(self.spec, self.findings, self.layered.kind)
+    suppressed: Sequence[Suppressed] = ()
 
 
 @dataclass(frozen=True)
@@ -102,10 +85,9 @@ def check_spec(files: SpecFiles, *, environ: Mapping[str, str] | None = None) ->
     Raises:
         UserError: as `load_layers`.
     """
-    linted = _lint(files, environ, ParsedFiles())
-    findings = [*linted.applied.findings, *unused(linted.judged, linted.applied.used)]
-    spec = linted.layered.spec
-    return CheckedSpec(spec, findings, linted.layered, linted.applied.suppressed)
+    linted = _lint(files, environ, {})
+    found = {"findings": [*linted.findings, *unused(linted.judged, linted.used)]}
+    return CheckedSpec(**{**vars(linted.layered), **found}, suppressed=linted.suppressed)
 
 
 def check_files(specs: Sequence[SpecFiles]) -> CheckedFiles:
@@ -114,20 +96,21 @@ def check_files(specs: Sequence[SpecFiles]) -> CheckedFiles:
     A finding in a file that several of them extend is listed once. A suppression is unused if none
     of them uses it.
     """
-    parsed, linted, unreadable = ParsedFiles(), [], []
+    parsed: ParsedFiles = {}
+    linted, unreadable = [], []
     for files in specs:
         try:
             linted.append(_lint(files, None, parsed))
         except UserError as error:
             unreadable.append(Unreadable(str(files.path), error))
-    used = {pair for one in linted for pair in one.applied.used}
+    used = {pair for one in linted for pair in one.used}
     judged = dict.fromkeys(suppression for one in linted for suppression in one.judged)
-    findings = {finding for one in linted for finding in one.applied.findings}
+    findings = {finding for one in linted for finding in one.findings}
     return CheckedFiles(
         [str(files.path) for files in specs],
         sorted({*findings, *unused(judged, used)}, key=_in_order),
         sorted(
-            {suppressed for one in linted for suppressed in one.applied.suppressed},
+            {suppressed for one in linted for suppressed in one.suppressed},
             key=lambda suppressed: _in_order(suppressed.finding),
         ),
         unreadable,
@@ -140,7 +123,11 @@ class _Linted:
     """Findings of one spec, before unused suppressions are known."""
 
     layered: Layered
-    applied: Applied
+    findings: list[Finding]
+    """Findings that are not suppressed."""
+    suppressed: list[Suppressed]
+    used: set[tuple[Suppression, str]]
+    """Pairs of a suppression and a code that it removed."""
     judged: list[Suppression]
     """Suppressions that this spec should use."""
 
@@ -150,43 +137,42 @@ def _lint(files: SpecFiles, environ: Mapping[str, str] | None, parsed: ParsedFil
     findings = list(layered.findings)
     if layered.spec is not None:
         findings += _rule_findings(layered, Context(layered.spec, files))
-    hide = partial(_without_values, values=_variables(layered, environ))
-    findings = [hide(_with_suggestion(finding)) for finding in findings]
+    known = os.environ if environ is None else environ
+    names = {name for text in layered.texts.values() for name, _ in VARIABLE.findall(text)}
+    values = {name: known.get(name, "") for name in sorted(names)}
+    values = {name: value for name, value in values.items() if len(value) >= LEAST_HIDDEN}
+    findings = [_completed(finding, values) for finding in findings]
     comments = [comment for found in layered.comments.values() for comment in found]
     suppressions, faults = read_suppressions(comments)
-    applied = apply_suppressions(suppressions, findings)
-    applied.findings.extend(faults)
+    linted = _Linted(layered, [], [], set(), [])
+    for finding in findings:
+        covering = [one for one in suppressions if one.covers(finding)]
+        if covering:
+            linted.suppressed.append(Suppressed(finding, covering[0].reason))
+            linted.used.update((one, finding.code) for one in covering)  # each counts as used
+        else:
+            linted.findings.append(finding)
+    linted.findings.extend(faults)
     # A suppression in a lower layer may serve another spec. With overrides the findings are not
     # those of the files alone, and without a spec no rule has run.
     profile = profile_path(files.path, files.profile) if files.profile is not None else None
     top = str(files.placement or profile or files.path)
     complete = layered.spec is not None and not files.overrides
-    judged = [one for one in suppressions if complete and one.comment.place.file == top]
-    return _Linted(layered, applied, judged)
+    linted.judged.extend(one for one in suppressions if complete and one.comment.place.file == top)
+    return linted
 
 
-def _with_suggestion(finding: Finding) -> Finding:
-    """Return the finding, with its rule's suggestion if it has none."""
-    general = RULES[finding.code].suggestion
-    if finding.suggestion or not general:
-        return finding
-    field = re.sub(r"(\.\d+)+$", "", finding.path)  # an item of a plain list stands for the list
-    return replace(finding, suggestion=general.format(path=field))
+def _completed(finding: Finding, values: Mapping[str, str]) -> Finding:
+    """Return the finding with a suggestion, and names of variables in place of their values.
 
-
-def _variables(layered: Layered, environ: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the variables that the files use, by name, whose values may be secrets."""
-    known = os.environ if environ is None else environ
-    names = {name for text in layered.texts.values() for name, _ in VARIABLE.findall(text)}
-    found = {name: known.get(name, "") for name in sorted(names)}
-    return {name: value for name, value in found.items() if len(value) >= LEAST_HIDDEN}
-
-
-def _without_values(finding: Finding, values: Mapping[str, str]) -> Finding:
-    """Return the finding with names of variables in place of their values.
+    One without a suggestion gets that of its rule.
 
     A spec may be a stranger's, as in CI, and name a variable that holds a secret of this machine's.
     The beginning of a value, which a message may have cut off, is replaced too.
+
+    Args:
+        finding: of the spec.
+        values: of the variables that its files use, by name.
     """
 
     def hidden(text: str) -> str:
@@ -202,7 +188,9 @@ def _without_values(finding: Finding, values: Mapping[str, str]) -> Finding:
                     at += len(shown)
         return text
 
-    return replace(finding, message=hidden(finding.message), suggestion=hidden(finding.suggestion))
+    field = re.sub(r"(\.\d+)+$", "", finding.path)  # an item of a plain list stands for the list
+    hint = finding.suggestion or RULES[finding.code].suggestion.format(path=field)
+    return replace(finding, message=hidden(finding.message), suggestion=hidden(hint))
 
 
 def _rule_findings(layered: Layered, context: Context) -> Iterator[Finding]:
@@ -258,3 +246,100 @@ def _codes(texts: Iterable[str], option: str) -> set[str]:
                 remedy=f"name a code of `runspec explain --list`, or one of: {', '.join(groups)}",
             )
     return found
+
+
+MALFORMED, REASON = "malformed-suppression", "suppression-reason"
+UNKNOWN, UNUSED = "unknown-rule", "unused-suppression"
+FORM = 'runspec: ignore[CODE] reason="..."'
+_FORM = r'#[ \t]*runspec:[ \t]*ignore\[([^\[\]]*)\](?:[ \t]+reason="([^"]*)")?[ \t]*'
+_CODE = r"[^\s,]+"
+
+
+@dataclass(frozen=True)
+class Suppression:
+    """A valid suppression."""
+
+    comment: Comment
+    codes: tuple[str, ...]
+    """Codes of known rules."""
+    reason: str
+
+    def covers(self, finding: Finding) -> bool:
+        comment = self.comment
+        return (
+            not finding.blocking
+            and finding.code in self.codes
+            and finding.file == comment.place.file
+            and comment.first <= finding.line <= comment.last
+        )
+
+
+@dataclass(frozen=True)
+class Suppressed:
+    """A suppressed finding and the reason."""
+
+    finding: Finding
+    reason: str
+
+
+def read_suppressions(comments: Iterable[Comment]) -> tuple[list[Suppression], list[Finding]]:
+    """Return the valid suppressions among comments, and findings about the others."""
+    suppressions: list[Suppression] = []
+    findings: list[Finding] = []
+    for comment in comments:
+        match = re.fullmatch(_FORM, comment.text)
+        codes = list(re.finditer(_CODE, match[1])) if match else []
+        if match is None or not codes:
+            message, form = f"{comment.text[:80]!r} is no suppression", f"# {FORM}"
+            findings.append(
+                Finding(comment.place, MALFORMED, message, severity="warning", suggestion=form)
+            )
+            continue
+        offset = comment.place.column + match.start(1)
+        for code in codes:
+            if code[0] not in RULES:
+                place = replace(comment.place, column=offset + code.start(), width=len(code[0]))
+                close = close_match(code[0], RULES)
+                hint = f"did you mean {close}?" if close else "`runspec explain --list` lists them"
+                fix = replacing(place, close) if close else None
+                message = f"no rule {code[0][:80]!r}"
+                findings.append(Finding(place, UNKNOWN, message, suggestion=hint, fix=fix))
+        known = tuple(dict.fromkeys(code[0] for code in codes if code[0] in RULES))
+        reason = (match[2] or "").strip()
+        if not reason:
+            message = "a suppression without a reason counts for nothing"
+            findings.append(Finding(comment.place, REASON, message, suggestion='add reason="..."'))
+        elif known:
+            suppressions.append(Suppression(comment, known, reason))
+    return suppressions, findings
+
+
+def unused(
+    suppressions: Iterable[Suppression], used: set[tuple[Suppression, str]]
+) -> list[Finding]:
+    """Return a finding for each suppression with a code that removes nothing."""
+    findings = []
+    for suppression in suppressions:
+        idle = [code for code in suppression.codes if (suppression, code) not in used]
+        if idle:
+            place = suppression.comment.place
+            message = f"nothing of {', '.join(idle)} is found here"
+            fix = _without(suppression, idle)
+            findings.append(
+                Finding(place, UNUSED, message, severity="warning", suggestion="remove it", fix=fix)
+            )
+    return findings
+
+
+def _without(suppression: Suppression, idle: Sequence[str]) -> Edit | None:
+    """Return an edit that removes codes, or the whole comment; None if a code is unknown."""
+    place, text = suppression.comment.place, suppression.comment.text
+    start, end = text.index("[") + 1, text.index("]")
+    if any(code[0] not in RULES for code in re.finditer(_CODE, text[start:end])):
+        return None
+    kept = [code for code in suppression.codes if code not in idle]
+    if kept:
+        first = place.column + start
+        return Edit(place.line, first, place.column + end, ", ".join(kept))
+    before = place.source[: place.column - 1].rstrip()
+    return Edit(place.line, len(before) + 1, len(place.source) + 1, "")

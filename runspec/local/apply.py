@@ -13,8 +13,8 @@ from runspec.core.errors import UserError, describe_error
 from runspec.core.files import write_atomic
 from runspec.core.process import EXIT_FINAL, EXIT_USER_ERROR
 from runspec.core.run_files import initial_model, warm_start_cache
-from runspec.core.spec.load import spec_digest
-from runspec.core.spec.role_names import monitor_names
+from runspec.core.schema.load import spec_digest
+from runspec.core.schema.role_names import monitor_names
 from runspec.local.backend import last_lines, processes_of
 from runspec.local.diagnosis import results_of, summarise_evaluations
 from runspec.local.fleet import Outcome, Rules

@@ -24,7 +24,7 @@ from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import NotNow, UserError
 from runspec.core.files import FULL
 from runspec.core.process import SUPERVISOR
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from runspec.local.endpoints import port_answers
 from runspec.local.processes import PreparedRun, RoleSpec
 from runspec.local.state import RoleRow

@@ -19,13 +19,12 @@ from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, require_writable, write_atomic
 from runspec.core.roles import OWN_WORKERS_FILE, open_roles, read_own_workers
+from runspec.core.schema import RunSpec, role_names
+from runspec.core.schema.load import FILE_NAME as SPEC_FILE
+from runspec.core.schema.load import MAX_BYTES as MAX_SPEC_BYTES
+from runspec.core.schema.load import dump_resolved, load_resolved, parse_resolved
+from runspec.core.schema.role_names import island_names
 from runspec.core.signed import BadSignature, SigningKey
-from runspec.core.spec import role_names
-from runspec.core.spec.load import FILE_NAME as SPEC_FILE
-from runspec.core.spec.load import MAX_BYTES as MAX_SPEC_BYTES
-from runspec.core.spec.load import dump_resolved, load_resolved, parse_resolved
-from runspec.core.spec.role_names import island_names
-from runspec.core.spec.schema import RunSpec
 from runspec.local.formatting import reported
 from runspec.local.identity import Identity
 from runspec.local.run_dir import write_spec

@@ -13,7 +13,7 @@ from statistics import fmean, variance
 from typing import Any
 
 from runspec.core.run_files import evaluation_files
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from runspec.local.formatting import number, share
 from runspec.local.metrics import Row, mean
 from runspec.local.plots import Curve, Figure

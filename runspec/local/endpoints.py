@@ -16,10 +16,9 @@ from runspec.core.address import JoinLink
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
+from runspec.core.schema import RunSpec, role_names
+from runspec.core.schema.role_names import members
 from runspec.core.signed import SigningKey
-from runspec.core.spec import role_names
-from runspec.core.spec.role_names import members
-from runspec.core.spec.schema import RunSpec
 from runspec.local.formatting import reported
 
 FILE_NAME = "endpoints.json"

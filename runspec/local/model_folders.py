@@ -17,13 +17,12 @@ from broadcast.store import TENSORS_NAME
 from runspec.core import run_files
 from runspec.core.canonical import MalformedJson, digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.files import new_directory, read_bounded
+from runspec.core.files import Folder, new_directory, read_bounded
 from runspec.core.models.config import TOKENIZER_NAMES
 from runspec.core.models.family import load_config
-from runspec.core.object_store import Folder
+from runspec.core.schema import RunSpec
 from runspec.core.signed import BadSignature
-from runspec.core.spec.schema import RunSpec
-from runspec.lint.tokenizer_files import TokenizerFiles
+from runspec.lint import TokenizerFiles
 from runspec.local.diagnosis import result_line, results_of
 from runspec.local.formatting import reported
 from runspec.local.identity import load_roles, root_public_key

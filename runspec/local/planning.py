@@ -26,9 +26,9 @@ from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.process import EXIT_FINAL, SUPERVISOR
 from runspec.core.run_files import params_folder, versions_in, weights_folder
-from runspec.core.spec.load import FILE_NAME, dump_resolved, load_resolved, spec_digest
-from runspec.core.spec.load import FILE_NAME as SPEC_FILE
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import FILE_NAME, dump_resolved, load_resolved, spec_digest
+from runspec.core.schema.load import FILE_NAME as SPEC_FILE
 from runspec.local.backend import AT_TRUNK, LOCAL, last_lines
 from runspec.local.machine import Machine, find_files, look, module_is_installed
 from runspec.local.metrics import read_rows
@@ -37,8 +37,7 @@ from runspec.local.preflight import Missing, missing
 from runspec.local.run_dir import holder
 from runspec.local.state import RunState
 from runspec.local.supervisor import describe_exit
-from runspec.plan.changes import Change, difference, of_class
-from runspec.plan.saved import Seen
+from runspec.plan import Change, Seen, difference, of_class
 
 STARTS_ANEW = "no step was trained: starts anew with the changed spec"
 

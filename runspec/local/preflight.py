@@ -17,13 +17,11 @@ from runspec.core.models.family import load_config, model_config
 from runspec.core.models.hardware import device_count
 from runspec.core.models.parameters import WIDTH, trained_count, trained_parameters
 from runspec.core.run_files import checkpoints_folder, numbered, state_folder, versions_in
-from runspec.core.spec import role_names
-from runspec.core.spec.load import FILE_NAME as SPEC_FILE
-from runspec.core.spec.load import load_resolved
-from runspec.core.spec.plugins import missing_plugins
-from runspec.core.spec.role_names import evaluator_pool, island_names, island_spec
-from runspec.core.spec.schema import Hardware, Mesh, RunSpec
-from runspec.core.spec.source_files import source_files
+from runspec.core.schema import Hardware, Mesh, RunSpec, role_names
+from runspec.core.schema.load import FILE_NAME as SPEC_FILE
+from runspec.core.schema.load import load_resolved
+from runspec.core.schema.role_names import evaluator_pool, island_names, island_spec
+from runspec.core.schema.source_files import missing_plugins, source_files
 from runspec.estimate.broadcast import version_size
 from runspec.estimate.learner import moment_elements
 from runspec.lint.rules.samplers import unsupported_heads
@@ -31,7 +29,7 @@ from runspec.local.backend import LOCAL
 from runspec.local.identity import pinned_root_problem
 from runspec.local.machine import Facts, ModelFiles, devices_here, find_files
 from runspec.local.model_folders import require_fitting
-from runspec.lock.cache import TOKENIZER, WEIGHTS, require_files
+from runspec.lock import TOKENIZER, WEIGHTS, require_files
 
 _ROOM_BYTES = 2**30 // 2
 """For logs, rollouts and the environment's own files."""

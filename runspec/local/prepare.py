@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.run_files import FOLDERS, initial_model, state_folder, warm_start_cache
-from runspec.core.spec import role_names
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec, role_names
 from runspec.local.backend import LOCAL, end_leftovers
 from runspec.local.endpoints import (
     Endpoints,

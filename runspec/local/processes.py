@@ -11,10 +11,9 @@ from pathlib import Path
 from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
 from runspec.core.run_files import island_folder
-from runspec.core.spec import role_names
-from runspec.core.spec.load import load_resolved
-from runspec.core.spec.role_names import evaluator_pool, island_names, island_spec
-from runspec.core.spec.schema import Learner, RunSpec, SamplerPool
+from runspec.core.schema import Learner, RunSpec, SamplerPool, role_names
+from runspec.core.schema.load import load_resolved
+from runspec.core.schema.role_names import evaluator_pool, island_names, island_spec
 from runspec.local.endpoints import Endpoints, address, load_endpoints
 from runspec.local.identity import Identity, make_identity
 from runspec.local.machine import (

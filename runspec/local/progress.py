@@ -11,8 +11,8 @@ from typing import Any
 
 from runspec.core.errors import one_line
 from runspec.core.run_files import METRICS_FILE, evaluation_files, step_folder
-from runspec.core.spec.role_names import EVALUATOR
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.role_names import EVALUATOR
 from runspec.local.backend import STARTING, last_lines
 from runspec.local.diagnosis import alarm_text, dropped_text, result_line, unsolved_text
 from runspec.local.endpoints import coordinator_status

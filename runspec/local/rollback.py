@@ -28,11 +28,17 @@ from pathlib import Path
 from runspec.core import run_files
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded, remove_leftovers, temporary_name, write_atomic
-from runspec.core.object_store import Folder, ObjectPath
-from runspec.core.spec.load import load_resolved, spec_digest
-from runspec.core.spec.role_names import island_names, step_overlap
-from runspec.core.spec.schema import RunSpec
+from runspec.core.files import (
+    Folder,
+    ObjectPath,
+    read_bounded,
+    remove_leftovers,
+    temporary_name,
+    write_atomic,
+)
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import load_resolved, spec_digest
+from runspec.core.schema.role_names import island_names, step_overlap
 from runspec.local.apply import REPORT_FILE, SUMMARY_FILE, write_summary
 from runspec.local.formatting import reported
 from runspec.local.model_folders import full_states

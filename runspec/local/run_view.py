@@ -17,10 +17,10 @@ from typing import Any, Literal
 from broadcast.layout import manifest_name, stored_versions
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL
-from runspec.core.spec.load import load_resolved
-from runspec.core.spec.role_names import DRAWN, WARM_START
-from runspec.core.spec.schema import RunSpec
-from runspec.estimate.inputs import hourly_price
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import load_resolved
+from runspec.core.schema.role_names import DRAWN, WARM_START
+from runspec.estimate.assumed import hourly_price
 from runspec.local.backend import birth
 from runspec.local.diagnosis import (
     Cause,

@@ -22,11 +22,10 @@ from typing import Any
 from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.models.hardware import device_count
-from runspec.core.spec import role_names
-from runspec.core.spec.load import FILE_NAME as SPEC_FILE
-from runspec.core.spec.load import dump_resolved, load_resolved
-from runspec.core.spec.role_names import evaluator_pool, island_spec
-from runspec.core.spec.schema import Hardware, Learner, RunSpec
+from runspec.core.schema import Hardware, Learner, RunSpec, role_names
+from runspec.core.schema.load import FILE_NAME as SPEC_FILE
+from runspec.core.schema.load import dump_resolved, load_resolved
+from runspec.core.schema.role_names import evaluator_pool, island_spec
 from runspec.local.bundle import TRUNK_GROUP, Bundle, make_bundles
 from runspec.local.identity import make_identity
 from runspec.local.run_dir import LOCK_FILE

@@ -18,9 +18,8 @@ from typing import Any, Protocol
 
 from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.errors import UserError
-from runspec.core.spec import role_names
-from runspec.core.spec.load import MAX_BYTES, dump_resolved, parse_resolved, spec_digest
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec, role_names
+from runspec.core.schema.load import MAX_BYTES, dump_resolved, parse_resolved, spec_digest
 from runspec.local.backend import Processes, birth
 from runspec.local.fleet import Action, Changed, Fleet, Outcome, RoleState, Rules, State
 from runspec.local.formatting import reported
@@ -30,7 +29,7 @@ from runspec.local.progress import Progress, last_error
 from runspec.local.run_dir import EXIT_LOCKED, holder, write_spec
 from runspec.local.run_view import budget_limits
 from runspec.local.state import RequestRow, RoleRow, RunState
-from runspec.plan.changes import LIVE, Change, Readers, difference, roles_to_restart
+from runspec.plan import LIVE, Change, Readers, difference, roles_to_restart
 
 CHANGE, PAUSE = "change", "pause"
 TAKE_TIMEOUT_S = 30.0

@@ -23,8 +23,8 @@ from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_count
 from runspec.core.models.parameters import MEMORY_UTILIZATION
 from runspec.core.process import SUPERVISOR
-from runspec.core.spec.plugins import missing_plugins
-from runspec.core.spec.schema import RunSpec, SamplerPool
+from runspec.core.schema import RunSpec, SamplerPool
+from runspec.core.schema.source_files import missing_plugins
 from runspec.estimate.broadcast import version_size
 from runspec.estimate.speed import sampler_memory
 from runspec.local.formatting import reported, size

@@ -22,9 +22,9 @@ from typing import Any
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.decoder import hf_config
-from runspec.core.spec.load import FILE_NAME, dump_resolved
-from runspec.core.spec.schema import RunSpec
+from runspec.core.models.family import hf_config
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import FILE_NAME, dump_resolved
 
 DEADLINE_S = 1800.0
 """A step of 32B on 64 chips takes a minute on two cores, one of 512 chips some more."""
@@ -98,42 +98,35 @@ def compile_step(
             shape = folder / "config.json"
             fields = hf_config(config, dtype=spec.broadcast.dtype, eos_token_id=0, pad_token_id=0)
             shape.write_text(json.dumps(fields))
-        return _report(_run(folder, shape, deadline_s))
-
-
-def _run(folder: Path, shape: Path, deadline_s: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "learner_jax", "aot", str(folder)]
-    command += ["--model-config", str(shape)]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=deadline_s, check=False
-        )
-    except subprocess.TimeoutExpired as error:
+        command = [sys.executable, "-m", "learner_jax", "aot", str(folder)]
+        command += ["--model-config", str(shape)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=deadline_s, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise UserError(
+                f"the learner's step was not compiled within {deadline_s:g} s",
+                place="python -m learner_jax aot",
+                remedy="run that command by hand, with one of --programs",
+            ) from error
+    if not done.stdout:  # printed also where the run does not fit
+        said = "\n".join(done.stderr.strip().splitlines()[-_SHOWN_LINES:])
         raise UserError(
-            f"the learner's step was not compiled within {deadline_s:g} s",
+            f"the learner's step cannot be compiled here (exit code {done.returncode}):\n{said}",
             place="python -m learner_jax aot",
-            remedy="run that command by hand, with one of --programs",
-        ) from error
-    if done.stdout:  # printed also where the run does not fit
-        report: dict[str, Any] = json.loads(done.stdout)
-        return report
-    said = "\n".join(done.stderr.strip().splitlines()[-_SHOWN_LINES:])
-    raise UserError(
-        f"the learner's step cannot be compiled here (exit code {done.returncode}):\n{said}",
-        place="python -m learner_jax aot",
-    )
-
-
-def _report(said: Mapping[str, Any]) -> AotReport:
-    memory, programs = said["memory"], said["programs"]
+        )
+    report = json.loads(done.stdout)
+    memory, programs = report["memory"], report["programs"]
     needed = memory["needed_bytes"]
     refused = any("does_not_fit" in program for program in programs.values())
     worst = None if refused else max(needed, key=lambda name: needed[name])
-    arguments, temporaries, outputs = _of(None if worst is None else programs[worst])
+    program = None if worst is None else programs[worst]
+    outputs = program and program["output_bytes"] - program["aliased_bytes"]
     return AotReport(
-        devices=said["devices"],
-        argument_bytes=arguments,
-        temp_bytes=temporaries,
+        devices=report["devices"],
+        argument_bytes=program and program["argument_bytes"],
+        temp_bytes=program and program["own_bytes"] - outputs,
         output_bytes=outputs,
         hbm_bytes=None if worst is None else needed[worst],
         flops=sum(programs[name].get("flops", 0.0) for name in STEP),
@@ -141,18 +134,10 @@ def _report(said: Mapping[str, Any]) -> AotReport:
         fits=memory["fits"],
         worst=worst,
         memory=memory["device_bytes"],
-        where=said["topology"],
+        where=report["topology"],
         programs={
             name: {**program, "needed_bytes": needed.get(name)}
             for name, program in programs.items()
         },
         resident=memory["resident_bytes"],
     )
-
-
-def _of(program: Mapping[str, Any] | None) -> tuple[int | None, int | None, int | None]:
-    """Bytes of a program's arguments, temporaries and fresh outputs."""
-    if program is None:
-        return None, None, None
-    outputs = program["output_bytes"] - program["aliased_bytes"]
-    return program["argument_bytes"], program["own_bytes"] - outputs, outputs

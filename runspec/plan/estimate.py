@@ -7,34 +7,24 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from runspec import simulate as model
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_count, device_of
 from runspec.core.models.parameters import StepFlops, parameter_count, step_flops
-from runspec.core.spec.role_names import island_names, island_spec
-from runspec.core.spec.schema import RunSpec, SamplerPool
-from runspec.estimate import assumed
-from runspec.estimate.assumed import Assumed
-from runspec.estimate.broadcast import Arrival, VersionSize, arrivals, version_size
-from runspec.estimate.inputs import Cost, check_tokens_per_s, cost, inputs
-from runspec.estimate.islands import IslandEstimate, IslandsEstimate, exchange
+from runspec.core.schema import RunSpec, SamplerPool
+from runspec.core.schema.role_names import island_names, island_spec
+from runspec.estimate import assumed, speed
+from runspec.estimate.assumed import Assumed, Cost, cost, inputs
+from runspec.estimate.broadcast import (
+    Arrival,
+    IslandEstimate,
+    IslandsEstimate,
+    VersionSize,
+    arrivals,
+    exchange,
+    version_size,
+)
 from runspec.estimate.learner import LearnerMemory, learner_memory, update_microbatches
-from runspec.estimate.speed import (
-    SamplerMemory,
-    decode_speed,
-    island_seconds,
-    learner_seconds,
-    lease_groups,
-    mean_tokens,
-    sampler_memory,
-)
-from runspec.simulate.model import (
-    BROADCAST,
-    LEARNER,
-    VALIDATORS,
-    Interval,
-    publish_seconds,
-    unknown_speeds,
-)
 from runspec.simulate.run import simulate
 
 _STEPS = 10
@@ -61,7 +51,7 @@ class Timeline:
     """Mean over steps of the largest lag."""
     filled_share: float
     """Trained share of a step's groups; below 1 if `fill.max_groups` or `fill.deadline` ends it."""
-    intervals: tuple[Interval, ...]
+    intervals: tuple[model.Interval, ...]
     """Tasks of all processes during `step_s`, for the step that is most like the mean."""
 
     @property
@@ -124,15 +114,15 @@ def timeline(spec: RunSpec, config: ModelConfig | None) -> tuple[Timeline | None
 
 
 def _idle(
-    intervals: tuple[Interval, ...], spec: RunSpec, start: float, end: float
+    intervals: tuple[model.Interval, ...], spec: RunSpec, start: float, end: float
 ) -> dict[str, float]:
     """Return idle shares by role; publisher and links count as one process."""
-    members = {LEARNER: 1, BROADCAST: 1, VALIDATORS: spec.verify.validators}
+    members = {model.LEARNER: 1, model.BROADCAST: 1, model.VALIDATORS: spec.verify.validators}
     members |= {pool.name: pool.replicas for pool in spec.samplers}
     busy, travelled = dict.fromkeys(members, 0.0), start
     for each in sorted(intervals, key=lambda each: each.start):
         first, last = max(each.start, start), min(each.end, end)
-        if each.role == BROADCAST:  # links work beside one another
+        if each.role == model.BROADCAST:  # links work beside one another
             first, travelled = max(first, travelled), max(last, travelled)
         busy[each.role] += max(0.0, last - first)
     span = end - start
@@ -155,7 +145,7 @@ class PoolEstimate:
     replicas: int
     devices: int
     """Devices of one replica."""
-    memory: SamplerMemory | None
+    memory: speed.SamplerMemory | None
     """Bytes on one device."""
     tokens_per_s: float | None
     """Output tokens/s of one replica while it samples a lease."""
@@ -244,10 +234,10 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
         config: shape of the model; None if unknown.
     """
     size = version_size(spec, config) if config is not None else None
-    unknown = tuple(unknown_speeds(spec, config))
-    check = check_tokens_per_s(spec, config)
-    step_s = learner_seconds(spec, config)
-    flops = step_flops(spec, config, mean_tokens(spec)) if config is not None else None
+    unknown = tuple(model.unknown_speeds(spec, config))
+    check = speed.check_tokens_per_s(spec, config)
+    step_s = speed.learner_seconds(spec, config)
+    flops = step_flops(spec, config, speed.mean_tokens(spec)) if config is not None else None
     settled, stalled, supervised = None, "", _supervised(spec, size, flops, step_s)
     if supervised is None and not unknown:
         settled, stalled = timeline(spec, config)
@@ -276,7 +266,7 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
         fill_deadline_s=spec.grpo.fill.deadline if supervised is None else None,
         run_s=run_s,
         cost=cost(spec, run_s),
-        assumed=inputs(spec, config),
+        assumed=inputs(spec, config, check),
         unknown=unknown,
         stalled=stalled,
         max_hours=spec.budget.max_hours,
@@ -290,7 +280,7 @@ def _islands(spec: RunSpec, config: ModelConfig, step_s: float | None) -> Island
     islands = spec.learner.islands
     if islands is None:
         return None
-    sent, computed = exchange(spec, config), island_seconds(spec, config)
+    sent, computed = exchange(spec, config), speed.island_seconds(spec, config)
     known = {name: seconds for name, seconds in computed.items() if seconds is not None}
     fetched, found = (len(islands.members) - 1) * sent.share_bytes, []
     for member in islands.members:
@@ -337,20 +327,20 @@ def _supervised(
         run_flops=spec.steps * flops.total if flops else None,
         versions=1 + -(-spec.steps // algorithm.publish_every),
         publish_every=algorithm.publish_every,
-        publish_s=publish_seconds(spec, size) if size else None,
+        publish_s=model.publish_seconds(spec, size) if size else None,
     )
 
 
 def _pool(pool: SamplerPool, spec: RunSpec, config: ModelConfig | None) -> PoolEstimate:
-    speed = decode_speed(pool, spec, config)
-    rollouts = lease_groups(pool, spec) * spec.grpo.group_size
+    rate = speed.decode_speed(pool, spec, config)
+    rollouts = speed.lease_groups(pool, spec) * spec.grpo.group_size
     lengths = [assumed.mean_new_tokens(spec).value] * rollouts
     prompt = assumed.mean_prompt_tokens(spec).value
     return PoolEstimate(
         name=pool.name,
         replicas=pool.replicas,
         devices=device_count(pool.hardware) or pool.parallel.devices,
-        memory=sampler_memory(pool, spec, config) if config is not None else None,
-        tokens_per_s=speed.tokens_per_s(lengths, prompt) if speed else None,
-        lease_s=speed.lease_seconds(lengths, prompt) if speed else None,
+        memory=speed.sampler_memory(pool, spec, config) if config is not None else None,
+        tokens_per_s=rate.tokens_per_s(lengths, prompt) if rate else None,
+        lease_s=rate.lease_seconds(lengths, prompt) if rate else None,
     )

@@ -7,21 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from runspec.simulate.coordinator import Coordinator
-from runspec.simulate.model import LEARNER, VALIDATORS, Interval
+from runspec.simulate import LEARNER, VALIDATORS, Coordinator, Interval
 from runspec.simulate.workers import Worker
-from verify.coordinator.machine.events import (
-    Event,
-    KeyBanned,
-    LeaseExpired,
-    LeaseGranted,
-    QuarantineEnded,
-    StepClosed,
-    SubmissionJudged,
-    WorkerQuarantined,
-)
+from verify.coordinator.machine import events
 from verify.coordinator.machine.stalls import waited_for
 from verify.coordinator.machine.state import State, Tally
+
+_WAITED_FOR = {
+    "learner": "the learner",
+    "worker": "workers",
+    "validators": "validators",
+    "the": "the publisher",
+}
+"""Role that a run waits for, by the first word of `waited_for`, or `learner` at its end."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ class Record:
     """Counts of leases (accepted, rejected, withheld) and of groups, by worker and name."""
     _waits: tuple[float, str] = (0.0, "the publisher")
 
-    def take(self, before: State, event: Event) -> None:
+    def take(self, before: State, event: events.Event) -> None:
         """Count an event.
 
         Args:
@@ -159,23 +157,23 @@ class Record:
             event: the recorded event.
         """
         match event:
-            case LeaseGranted(lease=lease):
+            case events.LeaseGranted(lease=lease):
                 self._counts[lease.worker]["leases"] += 1
-            case LeaseExpired(lease=digest):
+            case events.LeaseExpired(lease=digest):
                 self._counts[before.leases[digest].lease.worker]["withheld"] += 1
-            case SubmissionJudged(lease=digest, accepted=accepted, groups=groups):
+            case events.SubmissionJudged(lease=digest, accepted=accepted, groups=groups):
                 lease = before.leases[digest].lease
                 self.judged_at.setdefault(lease.step, event.at)
                 counts = self._counts[lease.worker]
                 counts["accepted" if accepted else "rejected"] += 1
                 counts["filtered"] += sum(group.outcome == "filtered" for group in groups)
-            case StepClosed():
+            case events.StepClosed():
                 self._close(before, event)
-            case WorkerQuarantined(at=at, worker=worker, reason=reason):
+            case events.WorkerQuarantined(at=at, worker=worker, reason=reason):
                 self.sanctions.append(Sanction(at, worker, "quarantined", reason))
-            case QuarantineEnded(at=at, worker=worker):
+            case events.QuarantineEnded(at=at, worker=worker):
                 self.sanctions.append(Sanction(at, worker, "free", ""))
-            case KeyBanned(at=at, key=worker, reason=reason):
+            case events.KeyBanned(at=at, key=worker, reason=reason):
                 self.sanctions.append(Sanction(at, worker, "banned", reason))
             case _:
                 pass
@@ -184,7 +182,8 @@ class Record:
         """Add the time since the last call to the role that the next step to close waited for."""
         since, what = self._waits
         self.waited[what] += now - since
-        self._waits = now, _waits_for(state)
+        said = "learner" if state.finished else waited_for(state).partition(" ")[0]
+        self._waits = now, _WAITED_FOR.get(said, "a lease request")
 
     def result(
         self,
@@ -260,7 +259,7 @@ class Record:
             )
         return found
 
-    def _close(self, before: State, event: StepClosed) -> None:
+    def _close(self, before: State, event: events.StepClosed) -> None:
         leases = [before.leases[group.lease].lease for group in event.trained]
         for lease in leases:
             self._counts[lease.worker]["trained"] += 1
@@ -278,12 +277,3 @@ class Record:
             filtered=sum(grade.outcome == "filtered" for grade in tally.grades),
             lag=max((event.step - lease.version for lease in leases), default=0),
         )
-
-
-def _waits_for(state: State) -> str:
-    """Return the role that the next step to close waits for."""
-    if state.finished:
-        return "the learner"
-    said = waited_for(state).partition(" ")[0]
-    names = {"worker": "workers", "validators": "validators", "the": "the publisher"}
-    return names.get(said, "a lease request")

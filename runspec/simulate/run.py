@@ -13,22 +13,21 @@ from math import inf
 
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from runspec.estimate.broadcast import version_size
-from runspec.simulate.coordinator import Coordinator
-from runspec.simulate.fleet import Member, members, planned_swarm
-from runspec.simulate.model import BROADCAST, LEARNER, Interval, Model, run_model, unknown_speeds
-from runspec.simulate.population import Swarm, ValidatorsBlock
-from runspec.simulate.result import Record, Result
-from runspec.simulate.validators import Validators
-from runspec.simulate.workers import Worker
-from verify.coordinator.machine import filling
-from verify.coordinator.machine.events import (
-    Event,
-    StepClosed,
-    SubmissionJudged,
-    SubmissionReceived,
+from runspec.simulate import (
+    BROADCAST,
+    LEARNER,
+    Coordinator,
+    Interval,
+    Model,
+    run_model,
+    unknown_speeds,
 )
+from runspec.simulate.population import Member, Swarm, ValidatorsBlock, members, planned_swarm
+from runspec.simulate.result import Record, Result
+from runspec.simulate.workers import Validators, Worker
+from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.state import Policy, State
 
 _RETRIES = 60
@@ -114,15 +113,15 @@ class Simulation:
 
     # Reactions to events.
 
-    def _observe(self, before: State, event: Event) -> None:
+    def _observe(self, before: State, event: events.Event) -> None:
         self._record.take(before, event)
         match event:
-            case SubmissionReceived(lease=digest):
+            case events.SubmissionReceived(lease=digest):
                 self._validators.received(digest)
-            case SubmissionJudged(lease=digest, accepted=accepted):
+            case events.SubmissionJudged(lease=digest, accepted=accepted):
                 worker = before.leases[digest].lease.worker
                 self._workers[worker].member.strategy.judged(accepted)
-            case StepClosed(step=step, trained=trained):
+            case events.StepClosed(step=step, trained=trained):
                 self._to_train.append((step, len(trained)))
                 self._clock.after(self._request_s, self._train)
             case _:

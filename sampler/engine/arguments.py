@@ -19,7 +19,7 @@ from runspec.core.models.parameters import (
     kv_token_bytes,
 )
 from runspec.core.process import RunStopped
-from runspec.core.spec.schema import RunSpec, SamplerPool
+from runspec.core.schema import RunSpec, SamplerPool
 
 _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # threads and CUDA do not survive a fork

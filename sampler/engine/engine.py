@@ -22,7 +22,7 @@ import numpy as np
 
 from runspec.core.errors import UserError
 from runspec.core.models.parameters import MAX_SEQUENCES
-from runspec.core.spec.schema import SamplerPool
+from runspec.core.schema import SamplerPool
 from sampler.engine import arguments
 from sampler.engine.engine_client import EngineClient, Submission
 from sampler.engine.engine_process import (

@@ -17,7 +17,7 @@ import numpy as np
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.spec.schema import SamplerPool
+from runspec.core.schema import SamplerPool
 from verify.toploc.codec import CHUNK_ROWS, TOP_K, Selection
 
 

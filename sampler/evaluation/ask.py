@@ -28,9 +28,9 @@ from runspec.core.canonical import hash_parts
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.process import stop_event
-from runspec.core.spec.load import MAX_BYTES, parse_resolved
-from runspec.core.spec.role_names import evaluator_pool
-from runspec.core.spec.schema import Evaluation, RunSpec, SamplerPool
+from runspec.core.schema import Evaluation, RunSpec, SamplerPool
+from runspec.core.schema.load import MAX_BYTES, parse_resolved
+from runspec.core.schema.role_names import evaluator_pool
 from sampler.engine.requests import Sampled, SampleRequest, sample_requests
 from sampler.tasks.prompts import PromptCodec
 from sampler.tasks.task_set import Problems, RunTask, build_evaluation_set, problem_filter

@@ -20,12 +20,12 @@ from prometheus_client.registry import Collector
 
 from broadcast.manifest import read_manifest
 from runspec.core.errors import UserError
-from runspec.core.latest import Latest
-from runspec.core.metrics import PREFIX, counter, gauge, serve_metrics
+from runspec.core.http_server import PREFIX, counter, gauge, serve_metrics
 from runspec.core.process import not_retried
+from runspec.core.roles import Latest
+from runspec.core.schema import Evaluation, RunSpec
+from runspec.core.schema.role_names import evaluator_pool
 from runspec.core.signed import SigningKey
-from runspec.core.spec.role_names import evaluator_pool
-from runspec.core.spec.schema import Evaluation, RunSpec
 from sampler.engine.engine import Engine, EngineDied, same_death_is_final
 from sampler.evaluation.ask import Questions, ask, summary
 from sampler.role import RoleOptions, VersionWatch

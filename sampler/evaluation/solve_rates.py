@@ -25,10 +25,10 @@ import pyarrow.parquet as pq
 from runspec.core.errors import UserError
 from runspec.core.files import atomic_file, read_bounded
 from runspec.core.process import run_role, stop_event
-from runspec.core.spec.load import SpecFiles, load_layers
-from runspec.core.spec.lock_file import pin_model
-from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.source_files import whole_uri
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import SpecFiles, load_layers
+from runspec.core.schema.lock_file import pin_model
+from runspec.core.schema.source_files import whole_uri
 from sampler.engine.arguments import find_pool
 from sampler.evaluation.ask import SOLVED, Questions, answered
 from sampler.tasks.task_set import RunTask, build_task_set

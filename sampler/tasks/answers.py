@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Any
 
 from runspec.core.errors import describe_error
-from runspec.core.spec.schema import Reward
+from runspec.core.schema import Reward
 from sampler.tasks.interfaces import Score, TaskTerm, completed
 from verify.plugins import GraderFault, Problem
 

@@ -21,9 +21,9 @@ import numpy as np
 
 from runspec.core.errors import UserError, describe_error
 from runspec.core.process import run_role
-from runspec.core.spec.load import load_resolved
-from runspec.core.spec.schema import Reward, RunSpec
-from runspec.core.spec.schema_fields import close_match
+from runspec.core.schema import Reward, RunSpec
+from runspec.core.schema.load import load_resolved
+from runspec.core.schema.schema_fields import close_match
 from sampler.tasks.answers import Answer
 from sampler.tasks.file_source import FileSource
 from sampler.tasks.graders import Graders

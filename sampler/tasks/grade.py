@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, TextIO, get_args
 
 from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
-from runspec.core.spec.plugins import REWARD_GROUP
-from runspec.core.spec.schema import Reward
+from runspec.core.schema import Reward
+from runspec.core.schema.source_files import REWARD_GROUP
 from sampler.tasks.answers import Answer, Result
 from sampler.tasks.graders import Graders
 from sampler.tasks.interfaces import completed, find_kind

@@ -14,9 +14,14 @@ from concurrent.futures import CancelledError, Future, InvalidStateError, Thread
 from contextlib import suppress
 from dataclasses import dataclass
 
-from runspec.core.spec.schema import Reward
+from runspec.core.schema import Reward
 from sampler.tasks import answers as grading
-from sampler.tasks.answers import Answer, Result, TermRules, fault
+from sampler.tasks.answers import (
+    Answer,
+    Result,
+    TermRules,
+    fault,
+)
 from sampler.tasks.interfaces import Score, TaskTerm, make_term
 from sampler.tasks.launch import GraderLost, GraderProcess
 from verify.plugins import GraderFault

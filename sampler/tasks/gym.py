@@ -15,7 +15,7 @@ from typing import Any
 
 from runspec.core.canonical import hash_parts
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import Source
+from runspec.core.schema import Source
 from sampler.tasks.interfaces import Keep, TaskTerm
 from verify.plugins import Problem
 

@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Literal, Protocol
 from runspec.core.canonical import hash_parts
 from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
-from runspec.core.spec.plugins import REWARD_GROUP, SOURCE_GROUP, installed_kinds
-from runspec.core.spec.schema import Reward, Source
+from runspec.core.schema import Reward, Source
+from runspec.core.schema.source_files import REWARD_GROUP, SOURCE_GROUP, installed_kinds
 from verify.plugins import Problem
 
 Part = Literal["train", "held_out", "over_long"]
@@ -53,7 +53,7 @@ class ProblemSource(Protocol):
     """Problems by index, constructed as `kind(source, seed, keep)`.
 
     The problems depend only on these arguments and on the contents of the source's files
-    (`runspec.core.spec.source_files`), not on the folder of the files. A source leaves out the
+    (`runspec.core.schema.source_files`), not on the folder of the files. A source leaves out the
     problems that `keep` refuses: a file drops the rows, a generator makes another problem.
     """
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from runspec.core.errors import UserError
 from runspec.core.process import not_retried
-from runspec.core.spec.schema import Reward, RunSpec
+from runspec.core.schema import Reward, RunSpec
 from sampler import sandbox
 from sampler.sandbox import PYTHON, Limits, NotIsolated, start
 from sampler.tasks.interfaces import find_kind, reward_entry_point

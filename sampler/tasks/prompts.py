@@ -11,8 +11,7 @@ from tokenizers import Tokenizer
 
 from runspec.core.canonical import digest_bytes, hash_parts
 from runspec.core.errors import UserError
-from runspec.core.prompt_messages import prompt_messages
-from runspec.core.spec.schema import Data
+from runspec.core.schema import Data
 from runspec.core.tokenizer_files import ChatTemplate, TokenizerFiles
 
 THINK, THINK_END = "<think>", "</think>"
@@ -37,7 +36,7 @@ def answer_in(output: str, thinking: Thinking) -> str | None:
 
 def unformatted(data: Data, problem: str, target: int | None) -> str:
     """Return the contents of a prompt's messages without a template, each on a new line."""
-    return "\n".join(message["content"] for message in prompt_messages(data, problem, target))
+    return "\n".join(message["content"] for message in data.prompt_messages(problem, target))
 
 
 class PromptCodec:
@@ -108,7 +107,7 @@ class PromptCodec:
             text = unformatted(self._data, problem, target)
             opening = f"\n{THINK}\n"
         else:
-            text = self._template.render(prompt_messages(self._data, problem, target))
+            text = self._template.render(self._data.prompt_messages(problem, target))
             opening = f"{THINK}\n"
         if self._data.think_prefill and not text.rstrip().endswith(THINK):
             text += opening

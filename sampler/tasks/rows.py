@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import Source
+from runspec.core.schema import Source
 from verify.plugins import Problem
 
 COLUMNS = ("problem_id", "task_type", "prompt", "verification_info")

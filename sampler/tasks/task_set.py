@@ -14,8 +14,8 @@ from typing import get_args
 from runspec.core.canonical import hash_parts
 from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
-from runspec.core.spec.schema import Evaluation, RunSpec
-from runspec.core.spec.source_files import data_digest, redirected
+from runspec.core.schema import Evaluation, RunSpec
+from runspec.core.schema.source_files import data_digest, redirected
 from sampler.tasks.answers import Answer, Result
 from sampler.tasks.graders import Graders
 from sampler.tasks.interfaces import (

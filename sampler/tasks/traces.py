@@ -25,7 +25,7 @@ from tokenizers.models import WordLevel
 
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from runspec.core.tokenizer_files import TokenizerFiles
 from sampler.tasks.prompts import THINK_END, PromptCodec, unformatted
 from sampler.tasks.task_set import InSplit, Problems, problem_filter, target_lengths

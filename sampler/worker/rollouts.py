@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from runspec.core.spec.schema import SamplerPool
+from runspec.core.schema import SamplerPool
 from sampler.engine.requests import Sampled, SampleRequest, sample_requests
 from verify.formats.lease import MAX_OPEN_LEASES, Lease, assignments
 from verify.formats.submission import Rollout

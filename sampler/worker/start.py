@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from runspec.core.errors import UserError
-from runspec.core.metrics import serve_metrics
+from runspec.core.http_server import serve_metrics
 from runspec.core.process import not_retried
 from sampler.engine.arguments import find_pool
 from sampler.engine.engine import Engine

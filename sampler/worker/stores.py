@@ -26,8 +26,8 @@ from prometheus_client.registry import Collector
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers, write_atomic
-from runspec.core.latest import Latest
-from runspec.core.metrics import counter, gauge
+from runspec.core.http_server import counter, gauge
+from runspec.core.roles import Latest
 from runspec.core.signed import BadSignature
 from sampler.engine.requests import Sampled
 from sampler.role import RoleOptions, VersionWatch

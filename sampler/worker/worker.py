@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 
 from runspec.core.errors import UserError
+from runspec.core.schema import RunSpec, SamplerPool
 from runspec.core.signed import SigningKey
-from runspec.core.spec.schema import RunSpec, SamplerPool
 from sampler.engine.engine import Engine, EngineDied, same_death_is_final
 from sampler.engine.requests import GenerationAborted, NoVersion, Sampled
 from sampler.worker import rollouts

@@ -25,11 +25,10 @@ import numpy as np
 
 from runspec.core.errors import UserError
 from runspec.core.run_files import STATE_FILE
+from runspec.core.schema import RunSpec, SamplerPool
+from runspec.core.schema.load import load_resolved
 from runspec.core.signed import SigningKey
-from runspec.core.spec.load import load_resolved
-from runspec.core.spec.schema import RunSpec, SamplerPool
-from runspec.simulate.fleet import Strategy
-from runspec.simulate.population import StrategyBlock
+from runspec.simulate.population import Strategy, StrategyBlock
 from sampler.engine.requests import Sampled, SampleRequest
 from sampler.role import RoleOptions
 from sampler.worker.rollouts import claim_rewards, make_rollouts, plan_rollouts

@@ -19,9 +19,9 @@ from aiohttp import web
 
 from runspec.core.canonical import canonical_json
 from runspec.core.connection_limits import answering
+from runspec.core.schema import Backlog
+from runspec.core.schema.role_names import worker_names
 from runspec.core.signed import SigningKey
-from runspec.core.spec.role_names import worker_names
-from runspec.core.spec.schema import Backlog
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec
 from tests.verify.coordinator.over_http import granted, post
 from tests.waiting import eventually

@@ -20,8 +20,8 @@ import pytest
 
 from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError
+from runspec.core.schema import RunSpec
 from runspec.core.signed import SigningKey
-from runspec.core.spec.schema import RunSpec
 from tests.attacks.conftest import fresh, refused, rejection, take_lease
 from tests.attacks.hostile_keys import attack, standings
 from tests.verify.bench import MODEL, Bench, lease_for

@@ -32,7 +32,7 @@ from runspec.core.canonical import MAX_DEPTH, MalformedJson, canonical_json, par
 from runspec.core.errors import UserError
 from runspec.core.files import open_lock
 from runspec.core.models.config import read_config
-from runspec.core.spec.load import SpecFiles
+from runspec.core.schema.load import SpecFiles
 from runspec.core.tokenizer_files import ChatTemplate, tokenizer_of
 from runspec.lint.check import check_spec
 from runspec.local.apply import SUMMARY_FILE, write_summary

@@ -20,9 +20,9 @@ from learner_jax.checkpoint import save_params
 from learner_jax.model import init_params
 from learner_jax.warm_start import model_config
 from runspec.core.errors import UserError
-from runspec.core.latest import Latest, open_latest
+from runspec.core.roles import Latest, open_latest
 from runspec.core.run_files import params_folder, versions_in, weights_folder
-from runspec.core.spec.schema import Pretrain
+from runspec.core.schema import Pretrain
 from tests.figures import figures_of
 from tests.learner_jax.conftest import Run, changed, tiny_spec, write_initial_model
 from tests.waiting import eventually

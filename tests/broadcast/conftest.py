@@ -26,8 +26,7 @@ from broadcast.server import DEFAULT_OPTIONS, ServerOptions
 from broadcast.store import publish
 from runspec.core.canonical import digest_bytes, is_digest
 from runspec.core.errors import UserError
-from runspec.core.latest import Latest
-from runspec.core.roles import sign_roles
+from runspec.core.roles import Latest, sign_roles
 from runspec.core.signed import SigningKey
 from tests.broadcast.fake_relay import FakeRelay, Request, held_until
 from tests.broadcast.scripted import Scripted, Serve

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from broadcast.delta_chains import MAX_LINKS, Chain, cheapest, versions_to_keep
 from broadcast.manifest import ObjectInfo, WeightsManifest
 from runspec.core.errors import UserError
-from runspec.core.spec.schema.samplers import Broadcast
+from runspec.core.schema.samplers import Broadcast
 
 Needs = dict[int, int | None]
 Links = dict[int, WeightsManifest | None]

@@ -29,7 +29,7 @@ from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.http_server import TokenBuckets
-from runspec.core.latest import sign_latest
+from runspec.core.roles import sign_latest
 from tests.ended_at_once import hears_sigterm_at_once
 from tests.waiting import eventually
 

@@ -11,7 +11,7 @@ import pytest
 
 from broadcast.keygen import renew_keys
 from broadcast.layout import MAX_VERSION
-from runspec.core.latest import KIND, VALID_S, sign_latest
+from runspec.core.roles import LATEST, VALID_S, sign_latest
 from runspec.core.signed import SigningKey, sign_document
 from tests.waiting import eventually
 
@@ -169,7 +169,7 @@ def test_a_publishers_clock_may_be_off_by_minutes(run: Run, ahead_s: float) -> N
     payload = {"run": "demo", "version": 0, "manifest_digest": run.publish(0, weights())}
     issued = time.time() + ahead_s
     payload |= {"issued": issued, "expires": issued + VALID_S}
-    run.path("latest.json").write_bytes(sign_document(KIND, payload, run.key))
+    run.path("latest.json").write_bytes(sign_document(LATEST, payload, run.key))
     server = run.static()
     relay = run.relay(server.url)
     client, through = run.client(server.url), run.client(relay.url, cache="through")

@@ -15,9 +15,9 @@ from types import TracebackType
 
 from runspec.core.process import EXIT_FINAL
 from runspec.core.run_files import STATE_FILE
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import dump_resolved
 from runspec.core.signed import SigningKey
-from runspec.core.spec.load import dump_resolved
-from runspec.core.spec.schema import RunSpec
 from tests.learner_jax.islands.island_runs import IslandRun
 from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import IslandsCommitted

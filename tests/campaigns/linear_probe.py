@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.references import markov
 from learner_jax.corpus.sources import GeneratedReads
-from runspec.core.spec.load import SpecFiles, load_layers
+from runspec.core.schema.load import SpecFiles, load_layers
 
 SPEC = Path(__file__).parents[2] / "specs" / "metagene.yaml"
 READS = 4000

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from benchmarks.runs import apply_command
 from runspec.core.run_files import STATE_FILE
+from runspec.core.schema.load import load_resolved
 from runspec.core.signed import SigningKey
-from runspec.core.spec.load import load_resolved
 from tests.attacks.hostile_keys import hostile
 from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import KeyBanned, LeaseGranted, LeaseOverdue, StepClosed

@@ -26,7 +26,7 @@ from benchmarks.references.ngram import NGram
 from learner_jax.corpus.encoding import Scheme, train_tokenizer
 from learner_jax.corpus.packed import CorpusRows
 from learner_jax.corpus.sources import GeneratedReads
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from tests.campaigns.sampler import GSM8K
 
 LOG = logging.getLogger(__name__)
@@ -105,8 +105,7 @@ GSM8K_SIZE = Size(1024, 128, 4, row=768, rows=5, updates=500)
 
 def write_model(folder: Path, spec: RunSpec, texts: Iterable[str], scheme: Scheme) -> Tokenizer:
     """Write config.json and a tokenizer that is trained on the texts."""
-    from runspec.core.models.decoder import hf_config
-    from runspec.core.models.family import model_config
+    from runspec.core.models.family import hf_config, model_config
 
     config = model_config(spec)
     assert config is not None

@@ -23,7 +23,7 @@ from learner_jax.model import init_params
 from runspec.core.models import family
 from runspec.core.models.family import parse_config
 from runspec.core.run_files import STATE_FILE
-from runspec.core.spec.load import SpecFiles, load_layers, load_resolved
+from runspec.core.schema.load import SpecFiles, load_layers, load_resolved
 from sampler.tasks.traces import build_warm_start_data
 from tests.family_package.installed import family_paths
 from tests.harness import TARGET_SHORT, LiveRun, runspec, standing_still

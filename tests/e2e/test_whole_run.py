@@ -25,8 +25,8 @@ import pytest
 
 from runspec.core.roles import open_roles
 from runspec.core.run_files import step_folder
+from runspec.core.schema.load import load_resolved
 from runspec.core.signed import SigningKey
-from runspec.core.spec.load import load_resolved
 from tests.attacks.hostile_keys import hostile, standings
 from tests.harness import LiveRun, runspec, standing_still
 from tests.preloaded import Program

@@ -15,8 +15,8 @@ from runspec.core.errors import UserError
 from runspec.core.models import family as families
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import MODELS_GROUP, Family, Row, family, load_config, parse_config
-from runspec.core.models.parameters import adapter_rows, lora_parameters, parameters
-from runspec.core.spec.schema import Lora
+from runspec.core.models.parameters import adapter_rows, parameters, trained_parameters
+from runspec.core.schema import Lora
 from tests.family_package.installed import FOLDER, add_package, family_paths
 from tests.learner_jax.families import saved
 from tests.learner_jax.test_families import assert_parity
@@ -45,7 +45,7 @@ def test_the_module_is_as_its_table_says():
     for tied in (False, True):
         config = replace(config, tie_word_embeddings=tied)
         assert abstract_params(config) == parameters(config)
-        assert abstract_lora(config, Lora()) == lora_parameters(config, Lora())
+        assert abstract_lora(config, Lora()) == trained_parameters(config, Lora())
 
 
 def test_its_shape_is_read_without_jax(installed):

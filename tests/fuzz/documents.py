@@ -16,7 +16,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from broadcast import manifest
-from runspec.core import latest, roles
+from runspec.core import roles
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.signed import BadSignature, sign_document
@@ -168,9 +168,9 @@ _KINDS = [
         lambda data: documents.open_site(data, coordinators=KEYS, run="demo"),
     ),
     Kind(
-        latest.KIND,
-        [latest.Latest("demo", 3, DIGEST, 1.5, LATER)],
-        lambda data: latest.open_latest(data, run="demo", publishers=KEYS),
+        roles.LATEST,
+        [roles.Latest("demo", 3, DIGEST, 1.5, LATER)],
+        lambda data: roles.open_latest(data, run="demo", publishers=KEYS),
     ),
     Kind(
         roles.KIND,

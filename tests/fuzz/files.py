@@ -38,7 +38,7 @@ from tests.bridge.delta.weights import (
 from tests.fuzz.bounds import Lane
 from tests.fuzz.strategies import changed, damaged
 from tests.runspec.cli.in_process import runspec
-from tests.runspec.core.spec.spec_files import EXAMPLES, SMALL
+from tests.runspec.core.schema.spec_files import EXAMPLES, SMALL
 from verify.coordinator.machine.verdicts import VerdictMismatch, grade_groups
 from verify.formats import submission, verdict
 from verify.formats.lease import Lease

@@ -24,12 +24,12 @@ from learner_jax.step import TrainState
 from learner_jax.warm_start import model_config
 from runspec.core.canonical import digest_bytes
 from runspec.core.files import write_atomic
-from runspec.core.models.decoder import hf_config
+from runspec.core.models.family import hf_config
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import step_folder, submission_files
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import dump_resolved
 from runspec.core.signed import SigningKey
-from runspec.core.spec.load import dump_resolved
-from runspec.core.spec.schema import RunSpec
 from verify.formats.batch import BatchGroup, BatchManifest, sign_batch
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission
 from verify.formats.verdict import (

@@ -20,7 +20,7 @@ import numpy as np
 from learner_jax.loss import token_weights
 from learner_jax.packing import LossInputs, Packed
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.schema import Clip, Grpo
+from runspec.core.schema import Clip, Grpo
 
 MAX_NEW_TOKENS = 16
 """Of `tiny_spec`'s pool."""

@@ -33,8 +33,8 @@ from learner_jax.attention import (
 )
 from learner_jax.attention.xla import key_blocks, segment_starts
 from learner_jax.sharding import Execution, make_mesh
+from runspec.core import schema
 from runspec.core.errors import UserError
-from runspec.core.spec import schema
 
 pytestmark = pytest.mark.slow
 

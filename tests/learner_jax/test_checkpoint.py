@@ -35,11 +35,11 @@ from learner_jax.checkpoint import (
     state_steps,
 )
 from learner_jax.step import TrainState
-from runspec.core import object_store
+from runspec.core import files
 from runspec.core.errors import UserError
-from runspec.core.object_store import Folder, ObjectPath, folder_at, last_file
+from runspec.core.files import Folder, ObjectPath, folder_at, last_file
 from runspec.core.run_files import clear_unfinished, versions_in
-from runspec.core.spec.load import dump_resolved
+from runspec.core.schema.load import dump_resolved
 from tests.learner_jax.conftest import changed, write_initial_model
 from tests.learner_jax.test_runner import train_to_the_end
 from tests.object_store import BUCKET, s3_server
@@ -250,7 +250,7 @@ def test_arrays_larger_than_a_chunk_are_cut(folder, monkeypatch):
 def test_a_learner_whose_store_cannot_be_reached_says_so(folder, run, monkeypatch):
     # given a run whose checkpoints lie behind a closed port
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setitem(object_store.RETRIES, "max_retries", 1)
+    monkeypatch.setitem(files.RETRIES, "max_retries", 1)
     run.spec = changed(run.spec, checkpoints={"dir": str(folder)})
     (run.path / "spec.json").write_bytes(dump_resolved(run.spec))
     write_initial_model(run)

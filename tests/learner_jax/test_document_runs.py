@@ -19,8 +19,8 @@ from learner_jax.train import train
 from learner_jax.warm_start import draw_initial_model
 from runspec.core.errors import UserError
 from runspec.core.run_files import corpus_cache, params_folder, state_folder, versions_in
-from runspec.core.spec.load import dump_resolved
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import dump_resolved
 from tests.learner_jax.conftest import Run, tiny_spec
 from tests.learner_jax.test_runner import (
     StopAt,

@@ -25,9 +25,9 @@ from learner_jax.logprobs import token_logprobs
 from learner_jax.model import bind
 from learner_jax.packing import Packed, Sample, TokenBatch, pack
 from learner_jax.sharding import Execution, full_float32, make_mesh
+from runspec.core import schema
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import load_config, parse_config
-from runspec.core.spec import schema
 from tests.learner_jax.families import (
     FAMILIES,
     LLAMA3,

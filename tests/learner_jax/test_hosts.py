@@ -22,10 +22,10 @@ from bridge.publisher import Publisher
 from learner_jax.checkpoint import state_steps
 from learner_jax.distributed import joined, mesh_devices
 from runspec.core.errors import UserError
-from runspec.core.object_store import ObjectPath
+from runspec.core.files import ObjectPath
 from runspec.core.process import EXIT_USER_ERROR
 from runspec.core.run_files import params_folder, state_folder, versions_in, weights_folder
-from runspec.core.spec.load import dump_resolved
+from runspec.core.schema.load import dump_resolved
 from tests.learner_jax.conftest import Run, changed, tiny_spec
 from tests.learner_jax.test_runner import (
     assert_same_weights,

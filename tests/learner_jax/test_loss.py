@@ -24,7 +24,7 @@ from learner_jax.metrics import LossMetrics, log_ratio_counts, log_ratio_quantil
 from learner_jax.packing import LossInputs, Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch
 from runspec.core.models.parameters import KEPT_LOGITS
-from runspec.core.spec.schema import Clip, Grpo, Mesh
+from runspec.core.schema import Clip, Grpo, Mesh
 from tests.learner_jax.reference import (
     MAX_NEW_TOKENS,
     Rollout,
@@ -34,7 +34,7 @@ from tests.learner_jax.reference import (
     make_rollouts,
     relative_errors,
 )
-from tests.runspec.core.spec.spec_files import load, small_spec
+from tests.runspec.core.schema.spec_files import load, small_spec
 
 TASK = np.array([1.0, 0.0, 0.0, 1.0])
 PENALTY = np.array([-0.2, -0.1, 0.0, -0.4])

@@ -38,12 +38,11 @@ from learner_jax.step import TrainState
 from learner_jax.warm_start import model_config
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.decoder import hf_config
-from runspec.core.models.family import load_config, parse_config
+from runspec.core.models.family import hf_config, load_config, parse_config
 from runspec.core.models.family import model_config as estimated_config
-from runspec.core.models.parameters import lora_parameters, parameters
+from runspec.core.models.parameters import parameters, trained_parameters
 from runspec.core.run_files import state_folder
-from runspec.core.spec.schema import Lora, Mesh
+from runspec.core.schema import Lora, Mesh
 from tests.learner_jax.conftest import Run, changed, tiny_spec, write_initial_model
 from tests.learner_jax.families import in_double, lines, loaded, saved
 
@@ -74,7 +73,7 @@ def test_the_module_is_as_its_table_says(family):
         # then shapes, logical axes and initial values are those of the table, of adapters too
         assert abstract_params(config) == parameters(config)
         lora = Lora(rank=5)
-        assert abstract_lora(config, lora) == lora_parameters(config, lora)
+        assert abstract_lora(config, lora) == trained_parameters(config, lora)
         # and the weight map has every leaf once
         leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config))
         entries = {entry.path: entry.leaf_shape for entry in weight_map(config)}

@@ -35,21 +35,16 @@ from learner_jax.prefill import (
 )
 from learner_jax.sharding import Execution, make_mesh, shard_params
 from learner_jax.warm_start import model_config
+from runspec.core import schema
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.run_files import params_folder
-from runspec.core.spec import schema
 from sampler.prefill import TorchPrefill
 from tests.broadcast.conftest import Served
 from tests.learner_jax.conftest import VOCABULARY, Run, changed, tiny_spec, write_initial_model
 from verify.noise import gumbel
-from verify.plugins import (
-    PrefillInput,
-    PrefillOutput,
-    WeightsLocation,
-    load_prefill_engine,
-)
+from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation, load_prefill_engine
 from verify.truncation import Truncation, describe, judged
 
 pytestmark = pytest.mark.slow

@@ -22,7 +22,7 @@ from learner_jax.training import StepResult
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.parameters import matrix_parameters, useful_flops
-from runspec.core.spec.schema import Lora
+from runspec.core.schema import Lora
 from tests.figures import figures_of
 from tests.harness import ROOT
 from verify.formats.batch import BatchManifest

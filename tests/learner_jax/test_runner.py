@@ -28,7 +28,7 @@ from learner_jax.versions import MadeOn, differences, same_bits
 from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
 from runspec.core.run_files import params_folder, state_folder, versions_in, weights_folder
-from runspec.core.spec.load import dump_resolved
+from runspec.core.schema.load import dump_resolved
 from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
 
 pytestmark = pytest.mark.slow

@@ -24,7 +24,7 @@ from learner_jax.supervised import held_out_loss, supervised_step
 from learner_jax.training import StepResult
 from runspec.core.errors import UserError
 from runspec.core.models.parameters import KEPT_LOGITS
-from runspec.core.spec.schema import Mesh, Packing, Remat, RunSpec
+from runspec.core.schema import Mesh, Packing, Remat, RunSpec
 from tests.learner_jax.conftest import changed, tiny_spec, updates_made
 from tests.learner_jax.reference import logits_of, relative_errors
 from tests.learner_jax.test_gradients import CONFIG, params_of

@@ -35,7 +35,7 @@ from learner_jax.warm_start import model_config
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.parameters import Parameter
 from runspec.core.process import RunStopped
-from runspec.core.spec.schema import Lora, Mesh, Optimizer, RunSpec
+from runspec.core.schema import Lora, Mesh, Optimizer, RunSpec
 from tests.learner_jax.conftest import VOCABULARY, changed, tiny_spec, updates_made
 from verify.formats.batch import BatchGroup, BatchManifest
 

@@ -33,8 +33,8 @@ from runspec.core.files import open_folder_lock
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import load_config
 from runspec.core.process import RunStopped
-from runspec.core.spec.load import dump_resolved
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import dump_resolved
 from tests.bridge.conftest import iter_leaves
 from tests.learner_jax.conftest import tiny_spec
 from verify.plugins import Trace, load_task_set, load_warm_start_data

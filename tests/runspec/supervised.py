@@ -6,9 +6,9 @@ from typing import Any
 
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import model_config
-from runspec.core.spec.load import SpecFiles, load_layers
-from runspec.core.spec.schema import RunSpec
-from tests.runspec.core.spec.spec_files import SPECS
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import SpecFiles, load_layers
+from tests.runspec.core.schema.spec_files import SPECS
 
 SPEC: dict[str, Any] = {
     "version": "runspec/v1",

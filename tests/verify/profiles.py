@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from runspec.core.schema import CalibrationProfile, RunSpec
 from runspec.core.signed import SigningKey
-from runspec.core.spec.schema import CalibrationProfile, RunSpec
 from tests.verify.small_model import fixed_key
 from verify import profile as form
 from verify.calibration.derive import as_table

@@ -16,8 +16,8 @@ import ml_dtypes
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from runspec.core.schema import RunSpec
 from runspec.core.signed import SigningKey
-from runspec.core.spec.schema import RunSpec
 from verify.formats.lease import Assignment, Lease, assignments, lease_digest
 from verify.formats.submission import Rollout
 from verify.noise import gumbel, noise_key

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import Thresholds
+from runspec.core.schema import Thresholds
 from tests.verify.bench import MODEL, Bench
 from tests.verify.small_model import NumpyEngine, ParityTask
 from verify.checks import few_exceptions

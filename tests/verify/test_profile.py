@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from runspec.core.errors import UserError
+from runspec.core.schema.load import MAX_PROFILE_BYTES
 from runspec.core.signed import BadSignature, SigningKey, sign_document
-from runspec.core.spec.load import MAX_PROFILE_BYTES
 from tests.verify.bench import MODEL, Bench
 from tests.verify.profiles import DAY_S, ROOT, document, made_profile, with_profile
 from tests.verify.small_model import Worker, small_spec

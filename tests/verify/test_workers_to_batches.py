@@ -22,8 +22,8 @@ from runspec.core.files import write_atomic
 from runspec.core.process import EXIT_FINAL, RunStopped
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import evaluation_files, submission_files
-from runspec.core.spec.schema import Evaluation, RunSpec
-from runspec.core.spec.source_files import source_files
+from runspec.core.schema import Evaluation, RunSpec
+from runspec.core.schema.source_files import source_files
 from sampler.tasks.graders import Graders
 from tests.runspec.cli.in_process import runspec
 from tests.sampler.tasks.grading.plugin import TERM, answers, install_term, reward
@@ -278,7 +278,7 @@ def test_a_generator_of_another_version_ends_the_role(tmp_path, monkeypatch):
         _, client = site.worker()
         assert problem_files(client, spec, tmp_path / "own", LOG) is None
         # when the generator's package here is another
-        monkeypatch.setattr("runspec.core.spec.source_files.version", lambda name: "0.0.1")
+        monkeypatch.setattr("runspec.core.schema.source_files.version", lambda name: "0.0.1")
         # then the role says what to do, and does not try again
         with pytest.raises(RunStopped, match="the coordinator are made from other data") as caught:
             problem_files(client, spec, tmp_path / "own", LOG)

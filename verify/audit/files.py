@@ -16,8 +16,8 @@ from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.roles import MAX_BYTES, Roles, issued_at, open_roles
 from runspec.core.run_files import submission_files
+from runspec.core.schema import RunSpec
 from runspec.core.signed import BadSignature, SigningKey
-from runspec.core.spec.schema import RunSpec
 from verify.coordinator.machine.events import SubmissionJudged, SubmissionReceived
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.verdicts import (

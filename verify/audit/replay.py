@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runspec.core.canonical import hash_parts, is_digest
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import load_resolved
 from runspec.core.signed import CLOCK_SKEW_S, BadSignature
-from runspec.core.spec.load import load_resolved
-from runspec.core.spec.schema import RunSpec
 from verify.audit.batches import BatchAudit, IslandAudit, batches_on_disk
 from verify.audit.files import Credit, FileAudit, Report, Signers, read_roles
 from verify.coordinator.ledger.ledger import FIRST_CHAIN, BadRow, LedgerSnapshot, decode_event

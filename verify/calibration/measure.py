@@ -20,7 +20,7 @@ from runspec.core.canonical import MalformedJson, digest_bytes, digest_file, is_
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.run_files import SubmissionFiles, submission_files, weights_folder
-from runspec.core.spec.schema import RunSpec, SamplerPool
+from runspec.core.schema import RunSpec, SamplerPool
 from verify.checks.prefill import logprob_diff
 from verify.checks.rows import Rejected, open_rows
 from verify.coordinator.ledger.ledger import read_events

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from runspec.core.spec.schema import SamplerPool
+from runspec.core.schema import SamplerPool
 from verify.formats.lease import Assignment, Lease
 from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult

@@ -41,7 +41,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import SamplerPool
+from runspec.core.schema.samplers import SamplerPool
 from verify.checks import Check, Subject, at_most, few_exceptions
 from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult

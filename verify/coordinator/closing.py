@@ -13,8 +13,8 @@ from typing import NoReturn
 from runspec.core.errors import NotNow, UserError
 from runspec.core.files import write_atomic
 from runspec.core.http_client import NoAnswer, fetch, new_session
-from runspec.core.latest import MAX_BYTES, Latest, open_latest
 from runspec.core.process import RunStopped
+from runspec.core.roles import MAX_BYTES, Latest, open_latest
 from runspec.core.run_files import STATE_FILE
 from runspec.core.signed import BadSignature
 from verify.coordinator.handlers.context import RunContext

@@ -21,10 +21,10 @@ from runspec.core.http_server import until
 from runspec.core.process import not_retried, stop_event_of_loop
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.roles import Roles, open_roles, read_own_workers
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import load_resolved
+from runspec.core.schema.role_names import island_names, worker_names
 from runspec.core.signed import BadSignature, SigningKey
-from runspec.core.spec.load import load_resolved
-from runspec.core.spec.role_names import island_names, worker_names
-from runspec.core.spec.schema import RunSpec
 from verify.coordinator.authentication import Authentication, Connections, Limiter, networks
 from verify.coordinator.closing import Closing
 from verify.coordinator.handlers.context import Backlog, Handler, RunContext

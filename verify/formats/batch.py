@@ -19,6 +19,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from runspec.core.address import is_server_url
+from runspec.core.schema import RunSpec
+from runspec.core.schema.fields import NAME_PATTERN
 from runspec.core.signed import (
     STRICT,
     BadSignature,
@@ -28,8 +30,6 @@ from runspec.core.signed import (
     open_payload,
     sign_document,
 )
-from runspec.core.spec.fields import NAME_PATTERN
-from runspec.core.spec.schema import RunSpec
 from verify.formats.lease import Lease
 
 T = TypeVar("T")

@@ -18,6 +18,10 @@ from pydantic import AfterValidator, Field, TypeAdapter
 from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
+from runspec.core.schema import RunSpec
+from runspec.core.schema.fields import NAME_PATTERN
+from runspec.core.schema.load import MAX_BYTES as MAX_SPEC_BYTES
+from runspec.core.schema.load import dump_resolved, parse_resolved
 from runspec.core.signed import (
     STRICT,
     BadSignature,
@@ -29,10 +33,6 @@ from runspec.core.signed import (
     open_payload,
     sign_document,
 )
-from runspec.core.spec.fields import NAME_PATTERN
-from runspec.core.spec.load import MAX_BYTES as MAX_SPEC_BYTES
-from runspec.core.spec.load import dump_resolved, parse_resolved
-from runspec.core.spec.schema import RunSpec
 
 SITE_KIND = "site"
 MAX_FILES = 4096
@@ -63,7 +63,7 @@ class SiteFile:
     source: _SourcePath
     """`data.sources[].name`."""
     path: _SourcePath
-    """As `runspec.core.spec.source_files` names it, below the source's own folder."""
+    """As `runspec.core.schema.source_files` names it, below the source's own folder."""
     bytes: Annotated[int, Field(ge=0, le=1 << 40)]
     digest: Digest
 
@@ -79,7 +79,7 @@ class Site:
     """Base URLs of relays and origin, in no order that matters."""
     files: Annotated[list[SiteFile], Field(max_length=MAX_FILES)]
     data: Literal[""] | Digest
-    """`runspec.core.spec.source_files.data_digest` there; empty if the coordinator has none."""
+    """`runspec.core.schema.source_files.data_digest` there; empty if the coordinator has none."""
 
 
 _SITE = TypeAdapter(Site)

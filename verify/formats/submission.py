@@ -8,6 +8,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from runspec.core.canonical import digest_bytes
+from runspec.core.schema import RunSpec, SamplerPool
 from runspec.core.signed import (
     STRICT,
     BadSignature,
@@ -17,7 +18,6 @@ from runspec.core.signed import (
     open_payload,
     sign_document,
 )
-from runspec.core.spec.schema import RunSpec, SamplerPool
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
 from verify.toploc.codec import CHUNK_ROWS, PROOF_BYTES
 

@@ -32,9 +32,9 @@ from runspec.backends.kubernetes.pods import (
 from runspec.backends.kubernetes.render import SITE, env_secret, render_site
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
-from runspec.core.spec.load import load_resolved
-from runspec.core.spec.role_names import STAGES, trunk_names
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import load_resolved
+from runspec.core.schema.role_names import STAGES, trunk_names
 from runspec.local.backend import LocalProcesses, Processes
 from runspec.local.bundle import TRUNK_GROUP
 from runspec.local.processes import PreparedRun

@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 from runspec.core.errors import UserError
-from runspec.core.spec.role_names import (
+from runspec.core.schema import Hardware, Kubernetes, RunSpec
+from runspec.core.schema.role_names import (
     island_processes,
     island_spec,
     rendezvous_names,
@@ -14,7 +15,6 @@ from runspec.core.spec.role_names import (
     shares_name,
     trunk_names,
 )
-from runspec.core.spec.schema import Hardware, Kubernetes, RunSpec
 from runspec.local.bundle import TRUNK_GROUP
 from runspec.local.endpoints import address, fixed_metrics
 from runspec.local.site import BASE_PORT, Disk, Group

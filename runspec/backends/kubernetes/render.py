@@ -24,9 +24,9 @@ from runspec.backends.kubernetes.pods import (
 )
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL
-from runspec.core.spec.load import dump_resolved
-from runspec.core.spec.role_names import elsewhere
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import dump_resolved
+from runspec.core.schema.role_names import elsewhere
 from runspec.local.bundle import TRUNK_GROUP, Bundle
 from runspec.local.site import Disk, Group, groups_started, make_site
 

@@ -33,15 +33,15 @@ from runspec.backends.ray.cluster import (
 )
 from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
-from runspec.core.spec.load import dump_resolved, load_resolved
-from runspec.core.spec.role_names import (
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import dump_resolved, load_resolved
+from runspec.core.schema.role_names import (
     STAGES,
     TRUNK,
     learner_names,
     monitor_names,
     relay_names,
 )
-from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import Look, Processes, StopSignals
 from runspec.local.bundle import TRUNK_GROUP, make_bundles
 from runspec.local.endpoints import PORTS, address, save_endpoints

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from runspec.local.backend import AT_TRUNK, Child, Look, start_child
 from runspec.local.bundle import TRUNK_GROUP, decode_bundle, install
 from runspec.local.endpoints import Endpoints, port_answers, port_is_free

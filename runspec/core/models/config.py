@@ -95,7 +95,10 @@ def parse_rope(config: dict[str, Any], *, place: str) -> tuple[float, Scaling | 
         case "yarn":
             return theta, _yarn(reader)
         case "llama3":
-            return theta, _llama3(reader)
+            low, high = reader.number("low_freq_factor"), reader.number("high_freq_factor")
+            if high <= low:
+                raise UserError(f"high_freq_factor {high} is not above {low}", place=place)
+            return theta, Llama3(reader.number("factor"), low, high, reader.original_length())
     return theta, None
 
 
@@ -155,13 +158,6 @@ def _yarn(reader: _Reader) -> Yarn:
         reader.number("beta_slow", 1.0),
         truncate,
     )
-
-
-def _llama3(reader: _Reader) -> Llama3:
-    low, high = reader.number("low_freq_factor"), reader.number("high_freq_factor")
-    if high <= low:
-        raise UserError(f"high_freq_factor {high} is not above {low}", place=reader.place)
-    return Llama3(reader.number("factor"), low, high, reader.original_length())
 
 
 CONFIG_NAME = "config.json"

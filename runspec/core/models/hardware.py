@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from math import prod
 
-from runspec.core.spec.schema import Hardware
+from runspec.core.schema import Hardware
 
 _TOPOLOGY = re.compile(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3})*")
 
@@ -23,6 +23,8 @@ class Device:
     """Dense bfloat16 FLOP/s with sums in float32."""
     memory_bandwidth: float | None = None
     """Bytes/s."""
+    jax_kinds: tuple[str, ...] = ()
+    """JAX's `device_kind`: of a TPU exactly, of a GPU its beginning."""
 
 
 # Decimal gigabytes, as vendors state them. TPUs: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}. GPUs:
@@ -30,54 +32,32 @@ class Device:
 # zeros, half of it. Consumer GPUs: the architecture's white paper, sums in float32.
 _KNOWN = (
     Device("cpu"),
-    Device("tpu-v4", 32e9, 275e12, 1228e9),
-    Device("tpu-v5e", 16e9, 197e12, 819e9),
-    Device("tpu-v5p", 95e9, 459e12, 2765e9),
-    Device("tpu-v6e", 32e9, 918e12, 1640e9),
-    Device("a100-40g", 40e9, 312e12, 1555e9),  # SXM; PCIe is the same
-    Device("a100-80g", 80e9, 312e12, 2039e9),  # SXM
-    Device("h100-80g", 80e9, 989e12, 3350e9),  # SXM
-    Device("h100-pcie", 80e9, 756e12, 2000e9),
-    Device("h100-nvl", 94e9, 835e12, 3900e9),
-    Device("h200-141g", 141e9, 989e12, 4800e9),  # SXM
-    Device("h200-nvl", 141e9, 835e12, 4800e9),
-    Device("b200-180g", 180e9, 2250e12, 8000e9),  # of DGX B200: 1440 GB, 72 PFLOP/s fp8, 64 TB/s
-    Device("l4", 24e9, 121e12, 300e9),
-    Device("l40s", 48e9, 362e12, 864e9),
-    Device("rtx-3090", 24e9, 71e12, 936e9),  # "NVIDIA Ampere GA102 GPU Architecture"
-    Device("rtx-4090", 24e9, 165e12, 1008e9),  # "NVIDIA Ada GPU Architecture"
+    Device("tpu-v4", 32e9, 275e12, 1228e9, ("TPU v4",)),
+    Device("tpu-v5e", 16e9, 197e12, 819e9, ("TPU v5 lite", "TPU v5e")),
+    Device("tpu-v5p", 95e9, 459e12, 2765e9, ("TPU v5", "TPU v5p")),
+    Device("tpu-v6e", 32e9, 918e12, 1640e9, ("TPU v6 lite", "TPU v6e")),
+    # SXM; PCIe is the same
+    Device("a100-40g", 40e9, 312e12, 1555e9, ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB")),
+    Device("a100-80g", 80e9, 312e12, 2039e9, ("NVIDIA A100",)),  # SXM
+    Device("h100-80g", 80e9, 989e12, 3350e9, ("NVIDIA H100",)),  # SXM
+    Device("h100-pcie", 80e9, 756e12, 2000e9, ("NVIDIA H100 PCIe",)),
+    Device("h100-nvl", 94e9, 835e12, 3900e9, ("NVIDIA H100 NVL",)),
+    Device("h200-141g", 141e9, 989e12, 4800e9, ("NVIDIA H200",)),  # SXM
+    Device("h200-nvl", 141e9, 835e12, 4800e9, ("NVIDIA H200 NVL",)),
+    # of DGX B200: 1440 GB, 72 PFLOP/s fp8, 64 TB/s
+    Device("b200-180g", 180e9, 2250e12, 8000e9, ("NVIDIA B200",)),
+    Device("l4", 24e9, 121e12, 300e9, ("NVIDIA L4",)),
+    Device("l40s", 48e9, 362e12, 864e9, ("NVIDIA L40S",)),
+    # "NVIDIA Ampere GA102 GPU Architecture"
+    Device("rtx-3090", 24e9, 71e12, 936e9, ("NVIDIA GeForce RTX 3090",)),
+    # "NVIDIA Ada GPU Architecture"
+    Device("rtx-4090", 24e9, 165e12, 1008e9, ("NVIDIA GeForce RTX 4090",)),
 )
 DEVICES: dict[str, Device] = {device.kind: device for device in _KNOWN}
 """Devices by `hardware.kind`; specs need no figures for them."""
 
 _FIGURES = ("memory", "peak_flops", "memory_bandwidth")
 """Figures that a spec may set, under the same names."""
-
-# By JAX's `device_kind`; for GPUs the longest matching prefix.
-_JAX_TPUS = {
-    "TPU v4": "tpu-v4",
-    "TPU v5 lite": "tpu-v5e",
-    "TPU v5e": "tpu-v5e",
-    "TPU v5": "tpu-v5p",
-    "TPU v5p": "tpu-v5p",
-    "TPU v6 lite": "tpu-v6e",
-    "TPU v6e": "tpu-v6e",
-}
-_JAX_GPUS = {
-    "NVIDIA A100": "a100-80g",
-    "NVIDIA A100-SXM4-40GB": "a100-40g",
-    "NVIDIA A100-PCIE-40GB": "a100-40g",
-    "NVIDIA H100": "h100-80g",
-    "NVIDIA H100 PCIe": "h100-pcie",
-    "NVIDIA H100 NVL": "h100-nvl",
-    "NVIDIA H200": "h200-141g",
-    "NVIDIA H200 NVL": "h200-nvl",
-    "NVIDIA B200": "b200-180g",
-    "NVIDIA L4": "l4",
-    "NVIDIA L40S": "l40s",
-    "NVIDIA GeForce RTX 3090": "rtx-3090",
-    "NVIDIA GeForce RTX 4090": "rtx-4090",
-}
 
 
 def device_of(hardware: Hardware) -> Device:
@@ -107,11 +87,13 @@ def device_count(hardware: Hardware, slices: int = 1) -> int | None:
 
 def jax_device(device_kind: str) -> Device | None:
     """Return the device of a JAX `device_kind`; None if it is not in the table."""
-    kind = _JAX_TPUS.get(device_kind)
-    if kind is None:
-        named = [name for name in _JAX_GPUS if device_kind.startswith(name)]
-        kind = _JAX_GPUS[max(named, key=len)] if named else None
-    return None if kind is None else DEVICES[kind]
+    named = {
+        name: device
+        for device in _KNOWN
+        for name in device.jax_kinds
+        if device_kind == name or (not name.startswith("TPU") and device_kind.startswith(name))
+    }
+    return named[max(named, key=len)] if named else None
 
 
 def xla_threads(devices: int) -> dict[str, str]:

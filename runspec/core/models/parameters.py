@@ -29,7 +29,7 @@ from typing import Any
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import AXES, ZEROS, Initial, Row, family, normal
-from runspec.core.spec.schema import Learner, Lora, Mesh, RunSpec, SamplerPool
+from runspec.core.schema import Learner, Lora, Mesh, RunSpec, SamplerPool
 
 MESH_AXES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
@@ -91,11 +91,6 @@ def parameters(config: ModelConfig) -> dict[str, Any]:
     Parameters that the config excludes are absent, and so is a tied head.
     """
     return _tree(family(config.model_type).rows(config), axis_sizes(config))
-
-
-def lora_parameters(config: ModelConfig, lora: Lora) -> dict[str, Any]:
-    """Return the tree of adapters: A [L, in..., rank] and B [L, rank, out...] of each target."""
-    return _tree(adapter_rows(config, lora.targets), axis_sizes(config) | {"r": lora.rank})
 
 
 def adapter_rows(config: ModelConfig, targets: Sequence[str]) -> list[Row]:
@@ -164,9 +159,9 @@ def leaves(tree: Tree) -> Iterator[Parameter]:
             yield from leaves(node)
 
 
-def shard_elements(tree: Tree, mesh: Mesh, *, whole: str | None = None) -> int:
+def shard_elements(tree: Tree, mesh: Mesh) -> int:
     """Return the elements of a tree on one device, as `Parameter.shard_size`."""
-    return sum(leaf.shard_size(mesh, whole=whole) for leaf in leaves(tree))
+    return sum(leaf.shard_size(mesh) for leaf in leaves(tree))
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -175,8 +170,13 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def trained_parameters(config: ModelConfig, lora: Lora | None) -> dict[str, Any]:
-    """Return the tree of the trained parameters: the model's, or the adapters'."""
-    return parameters(config) if lora is None else lora_parameters(config, lora)
+    """Return the tree of the trained parameters: the model's, or the adapters'.
+
+    Of each target of adapters these are A [L, in..., rank] and B [L, rank, out...].
+    """
+    if lora is None:
+        return parameters(config)
+    return _tree(adapter_rows(config, lora.targets), axis_sizes(config) | {"r": lora.rank})
 
 
 def trained_count(config: ModelConfig, lora: Lora | None) -> int:
@@ -263,7 +263,11 @@ def step_flops(spec: RunSpec, config: ModelConfig, mean_tokens: float) -> StepFl
         mean_tokens: of a sample, prompt and output; of a document.
     """
     lora, one = spec.learner.lora, [mean_tokens]
-    useful, recompute = useful_flops(config, one, lora), _recomputed(spec, config, one)
+    useful, forward = useful_flops(config, one, lora), forward_flops(config, one, lora)
+    # What the backward pass repeats: all but what is kept. Logits are always repeated.
+    layers = forward - 2.0 * config.hidden_size * config.vocab_size * mean_tokens
+    kept = {"none": layers, "dots": layers, "attention": _attention_flops(config, one)}
+    recompute = forward - kept.get(spec.learner.remat, 0.0)
     if (supervised := spec.supervised) is not None:
         documents = supervised.updates_per_step * supervised.tokens_per_update / mean_tokens
         held_out = supervised.held_out.tokens / mean_tokens / supervised.held_out.every
@@ -278,15 +282,6 @@ def step_flops(spec: RunSpec, config: ModelConfig, mean_tokens: float) -> StepFl
         old=plain if algorithm.old_logprobs == "recompute" else 0.0,
         reference=plain if algorithm.kl.coef else 0.0,
     )
-
-
-def _recomputed(spec: RunSpec, config: ModelConfig, lengths: Sequence[float]) -> float:
-    """Return the forward FLOPs that the backward pass repeats; logits are always repeated."""
-    forward = forward_flops(config, lengths, spec.learner.lora)
-    head = 2.0 * config.hidden_size * config.vocab_size * sum(lengths)
-    layers = forward - head
-    kept = {"none": layers, "dots": layers, "attention": _attention_flops(config, lengths)}
-    return forward - kept.get(spec.learner.remat, 0.0)
 
 
 MEMORY_UTILIZATION = 0.92

@@ -1,12 +1,13 @@
-"""Rules on the objective: batches, clip bounds, penalties."""
+"""Rules on the objective (batches, clip bounds, penalties), and on islands that train one model."""
 
 from __future__ import annotations
 
-from runspec.lint.registry import Context, Violation, Violations, divisors, relation, rule
+from runspec.core.schema.role_names import members
+from runspec.lint import Context, Found, divisors, relation, rule
 
 
 @rule("algorithm", runs="grpo")
-def updates_divide_batch(context: Context) -> Violation | None:
+def updates_divide_batch(context: Context) -> Found:
     """The rollouts of a step must divide evenly into its optimizer updates.
 
         prompts_per_step x group_size = n x updates_per_step,  n whole
@@ -29,7 +30,7 @@ def updates_divide_batch(context: Context) -> Violation | None:
 
 
 @rule("algorithm", "warning", runs="grpo")
-def whole_groups(context: Context) -> Violation | None:
+def whole_groups(context: Context) -> Found:
     """Each optimizer update of a step must get the same number of whole groups.
 
         prompts_per_step = n x updates_per_step,  n whole
@@ -41,7 +42,7 @@ def whole_groups(context: Context) -> Violation | None:
     algorithm = context.spec.grpo
     groups, updates = algorithm.prompts_per_step, algorithm.updates_per_step
     if groups * algorithm.group_size % updates:
-        return None  # `updates-divide-batch` says so
+        return ()  # `updates-divide-batch` says so
     few = updates > groups
     return relation(
         groups % updates == 0,
@@ -57,7 +58,7 @@ def whole_groups(context: Context) -> Violation | None:
 
 
 @rule("algorithm", runs="grpo")
-def group_size(context: Context) -> Violation | None:
+def group_size(context: Context) -> Found:
     """A group needs at least two rollouts: they are compared with one another.
 
         A_i = (R_i - mean R) / (std R + 1e-6),  std with ddof 1     (arXiv 2402.03300, 4.1.1)
@@ -76,7 +77,7 @@ def group_size(context: Context) -> Violation | None:
 
 
 @rule("algorithm", runs="grpo")
-def clip_bounds(context: Context) -> Violation | None:
+def clip_bounds(context: Context) -> Found:
     """The bound on ratios of bad tokens must lie above the ordinary clip.
 
         delta > 1 + eps_high
@@ -92,7 +93,7 @@ def clip_bounds(context: Context) -> Violation | None:
     algorithm = context.spec.grpo
     delta, high = algorithm.clip.delta, algorithm.clip.eps_high
     if algorithm.surrogate == "cispo" or delta is None:
-        return None
+        return ()
     return relation(
         delta > 1 + high,
         "algorithm.clip.delta",
@@ -103,7 +104,7 @@ def clip_bounds(context: Context) -> Violation | None:
 
 
 @rule("algorithm", runs="grpo")
-def clip_lower(context: Context) -> Violation | None:
+def clip_lower(context: Context) -> Found:
     """The lower clip bound must be a ratio above 0.
 
         eps_low < 1,  as  1 - eps_low > 0
@@ -123,7 +124,7 @@ def clip_lower(context: Context) -> Violation | None:
 
 
 @rule("algorithm", runs="grpo")
-def cispo(context: Context) -> Violations:
+def cispo(context: Context) -> Found:
     """CISPO weighs tokens by their own clipped ratio: it takes no sequence ratio and no delta.
 
         - clip(r_t, 1 - eps_low, 1 + eps_high) A log pi(o_t),  the ratio without gradient
@@ -134,14 +135,14 @@ def cispo(context: Context) -> Violations:
     algorithm = context.spec.grpo
     if algorithm.surrogate != "cispo":
         return
-    yield relation(
+    yield from relation(
         algorithm.ratio == "token",
         "algorithm.ratio",
         "surrogate: cispo weighs each token by its own ratio: it goes with ratio: token",
         "token",
     )
     delta = algorithm.clip.delta or 0.0
-    yield relation(
+    yield from relation(
         algorithm.clip.delta is None,
         "algorithm.clip.delta",
         f"{delta:g} has no part in surrogate: cispo, whose weight 1 + eps_high bounds",
@@ -151,7 +152,7 @@ def cispo(context: Context) -> Violations:
 
 
 @rule("algorithm", "warning", runs="grpo")
-def stale_pi_old(context: Context) -> Violation | None:
+def stale_pi_old(context: Context) -> Found:
     """A single update a step with recomputed pi_old needs something that acts against lag.
 
         r = pi_theta / pi_old = 1  in the first update after pi_old was recomputed
@@ -164,7 +165,7 @@ def stale_pi_old(context: Context) -> Violation | None:
     """
     algorithm = context.spec.grpo
     if algorithm.old_logprobs != "recompute" or algorithm.importance.cap is not None:
-        return None
+        return ()
     return relation(
         algorithm.updates_per_step > 1 or algorithm.async_level == 0,
         "algorithm.old_logprobs",
@@ -176,7 +177,7 @@ def stale_pi_old(context: Context) -> Violation | None:
 
 
 @rule("algorithm", runs="grpo")
-def importance_cap(context: Context) -> Violation | None:
+def importance_cap(context: Context) -> Found:
     """An importance weight needs a recomputed pi_old.
 
         w = min(pi_old / mu, cap)
@@ -195,7 +196,7 @@ def importance_cap(context: Context) -> Violation | None:
 
 
 @rule("algorithm", runs="grpo")
-def one_temperature(context: Context) -> Violations:
+def one_temperature(context: Context) -> Found:
     """All pools must sample at one temperature, which the loss uses too.
 
         log pi = log softmax(logits / T)
@@ -207,7 +208,7 @@ def one_temperature(context: Context) -> Violations:
     wanted = first.sampling.temperature
     for pool in others:
         temperature = pool.sampling.temperature
-        yield relation(
+        yield from relation(
             temperature == wanted,
             f"samplers.{pool.name}.sampling.temperature",
             f"{temperature:g} differs from {wanted:g} of pool {first.name}: the loss knows one "
@@ -218,7 +219,7 @@ def one_temperature(context: Context) -> Violations:
 
 
 @rule("algorithm", runs="grpo")
-def kl_reference(context: Context) -> Violation | None:
+def kl_reference(context: Context) -> Found:
     """A KL penalty needs a reference policy.
 
         loss += beta (exp(d) - d - 1),  d = log pi_ref - log pi_theta     (k3)
@@ -236,7 +237,7 @@ def kl_reference(context: Context) -> Violation | None:
 
 
 @rule("algorithm", "warning", runs="grpo")
-def kl_unused(context: Context) -> Violation | None:
+def kl_unused(context: Context) -> Found:
     """A reference policy needs a KL weight: without one nobody asks it.
 
     With `coef: 0` the penalty is 0 times anything, so the learner neither holds the reference (a
@@ -254,7 +255,7 @@ def kl_unused(context: Context) -> Violation | None:
 
 
 @rule("algorithm", runs="grpo")
-def std_without_filter(context: Context) -> Violation | None:
+def std_without_filter(context: Context) -> Found:
     """Advantages divided by the group's std need the zero-variance filter.
 
         A = (R - mean R) / (std R + 1e-6),  R = T + P
@@ -278,4 +279,172 @@ def std_without_filter(context: Context) -> Violation | None:
         f"false with normalize: std: {trained}",
         "zero_variance: true, or advantage: {normalize: task}",
         severity="error" if has_length else "warning",
+    )
+
+
+@rule("algorithm")
+def island_trunk(context: Context) -> Found:
+    """The first island must not name a machine: it has the learner's.
+
+        learner.islands.members[0]: no hardware, mesh, hosts or rows
+
+    The first island is the process `learner`, which has the run directory and publishes the
+    versions. `learner.hardware`, `mesh`, `hosts` and `packing.rows` are its own; the other islands
+    have the same where they do not name theirs.
+    """
+    for member in members(context.spec)[:1]:
+        for key in ("hardware", "mesh", "hosts", "rows"):
+            there = "packing.rows" if key == "rows" else key
+            yield from relation(
+                getattr(member, key) is None,
+                f"learner.islands.members.{member.name}.{key}",
+                f"{member.name} is the first island, whose {key} is learner.{there}",
+                f"set learner.{there}",
+            )
+
+
+@rule("placement")
+def island_backend(context: Context) -> Found:
+    """Islands need another backend than Ray.
+
+        placement.backend: not ray, where learner.islands is given
+
+    Islands are for machines that no fast network joins; a Ray cluster is one that does, and one
+    learner over its nodes trains faster. `local` starts islands on this machine, `kubernetes` on a
+    cluster; `runspec prepare` lets people start each on a machine of their own.
+    """
+    return relation(
+        context.spec.learner.islands is None or context.spec.placement.backend != "ray",
+        "placement.backend",
+        "the Ray backend places no islands",
+        "local, kubernetes, or learner.islands: null",
+    )
+
+
+@rule("algorithm")
+def island_masters(context: Context) -> Found:
+    """Islands must keep their weights in float32.
+
+        learner.master_dtype: float32
+
+    An island's share is the difference of two parameter vectors, of the start and the end of a
+    step. In bfloat16 most of it is rounding error: neighbours of w lie 2^-8 |w| apart, and a step
+    moves a weight by far less at learning rates of 1e-6.
+    """
+    learner = context.spec.learner
+    return relation(
+        learner.islands is None or learner.master_dtype == "float32",
+        "learner.master_dtype",
+        f"{learner.master_dtype} rounds away what the islands' shares are made of",
+        "float32",
+    )
+
+
+@rule("algorithm")
+def island_lora(context: Context) -> Found:
+    """Islands must train the weights themselves, not adapters.
+
+        learner.lora: null
+
+    Islands average the change of the weights. The change of W + (alpha / rank) A B is no mean of
+    changes of A and of B.
+    """
+    learner = context.spec.learner
+    return relation(
+        learner.islands is None or learner.lora is None,
+        "learner.lora",
+        "islands do not train adapters",
+        "null, or one learner",
+    )
+
+
+@rule("algorithm")
+def island_quorum(context: Context) -> Found:
+    """The quorum must not be larger than the number of islands.
+
+        quorum <= islands
+
+    A step is committed once `quorum` islands have offered their shares and `grace` has passed. A
+    larger quorum is never reached: each step would wait until the deadline, and stop the run.
+    """
+    islands = context.spec.learner.islands
+    if islands is None or islands.quorum is None:
+        return ()
+    return relation(
+        islands.quorum <= len(islands.members),
+        "learner.islands.quorum",
+        f"{islands.quorum} of {len(islands.members)} islands",
+        "null: all of them",
+        {"quorum": islands.quorum, "islands": len(islands.members)},
+    )
+
+
+@rule("algorithm", runs="grpo")
+def island_groups(context: Context) -> Found:
+    """Every island must have a group for each of its updates.
+
+        prompts_per_step >= islands x updates_per_step
+
+    A step's groups are divided among the islands, and each cuts its part into `updates_per_step`
+    batches. An update without a group trains on nothing.
+    """
+    algorithm, count = context.spec.grpo, len(members(context.spec))
+    groups, updates = algorithm.prompts_per_step, algorithm.updates_per_step
+    return relation(
+        groups >= count * updates,
+        "algorithm.prompts_per_step",
+        f"{groups} groups for {count} islands x {updates} updates",
+        f"at least {count * updates}, or fewer updates_per_step",
+        {"prompts_per_step": groups, "islands": count, "updates_per_step": updates},
+    )
+
+
+@rule("algorithm", runs="grpo")
+def island_overlap(context: Context) -> Found:
+    """Islands that overlap steps need pi_old as sampled, and a lag.
+
+        old_logprobs: sampler  and  async_level >= 1,  where learner.islands.overlap is 1
+
+    With overlap an island begins step s while version s is still being made, from parameters that
+    no version has. pi_old cannot be recomputed under them by anybody else. And rollouts of version
+    s cannot be there yet: with `async_level: 0` every step would wait for the version that its own
+    training makes.
+    """
+    islands, algorithm = context.spec.learner.islands, context.spec.grpo
+    if islands is None or islands.overlap == 0:
+        return
+    yield from relation(
+        algorithm.old_logprobs == "sampler",
+        "algorithm.old_logprobs",
+        f"{algorithm.old_logprobs}, with learner.islands.overlap: 1",
+        "sampler, or overlap: 0",
+    )
+    yield from relation(
+        algorithm.async_level >= 1,
+        "algorithm.async_level",
+        "0, but a step begins before its version is made",
+        "at least 1, or learner.islands.overlap: 0",
+        {"async_level": algorithm.async_level, "overlap": 1},
+    )
+
+
+@rule("algorithm", "warning")
+def island_momentum(context: Context) -> Found:
+    """The sparse codec should go without outer momentum.
+
+        outer.momentum = 0,  where codec.kind: sparse
+
+    What a sparse share leaves out is added to later ones, so a change arrives many steps after it
+    was made. Momentum carries it on for 1 / (1 - momentum) further steps. SparseLoCo (arXiv
+    2508.15706) and PULSELoCo (arXiv 2602.03839) have none: the error feedback takes its place.
+    """
+    islands = context.spec.learner.islands
+    if islands is None or islands.codec.kind != "sparse":
+        return ()
+    return relation(
+        islands.outer.momentum == 0.0,
+        "learner.islands.outer.momentum",
+        f"{islands.outer.momentum:g} with codec sparse",
+        "0.0",
+        {"momentum": islands.outer.momentum},
     )

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.role_names import step_overlap
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.role_names import step_overlap
 from runspec.estimate.assumed import changed_share
 from runspec.estimate.broadcast import arrivals, version_size
 from runspec.estimate.speed import step_seconds
-from runspec.lint.registry import Context, Violation, Violations, model_rule, relation, rule
+from runspec.lint import Context, Found, Violation, model_rule, relation, rule
 
 
 @rule("asynchrony", runs="grpo")
-def versions_kept(context: Context) -> Violation | None:
+def versions_kept(context: Context) -> Found:
     """Versions must be kept as long as rollouts of them are sampled and checked.
 
         keep_versions >= async_level + overlap + 2
@@ -40,7 +40,7 @@ def versions_kept(context: Context) -> Violation | None:
 
 
 @rule("asynchrony", "warning", runs="grpo")
-def lease_outlasts_step(context: Context) -> Violation | None:
+def lease_outlasts_step(context: Context) -> Found:
     """A lease should expire before the step that waits for it gives up.
 
         verify.lease_timeout < algorithm.fill.deadline
@@ -61,7 +61,7 @@ def lease_outlasts_step(context: Context) -> Violation | None:
 
 
 @model_rule("asynchrony", runs="grpo")
-def broadcast_time(context: Context, config: ModelConfig) -> Violations:
+def broadcast_time(context: Context, config: ModelConfig) -> Found:
     """A version must reach its slowest worker within the lag that is allowed.
 
         broadcast_s <= (async_level - overlap) x step_s
@@ -105,7 +105,7 @@ def broadcast_time(context: Context, config: ModelConfig) -> Violations:
 
 
 @model_rule("asynchrony", "warning")
-def delta_gain(context: Context, config: ModelConfig) -> Violation | None:
+def delta_gain(context: Context, config: ModelConfig) -> Found:
     """Deltas should be at most half of a version, or whole versions be sent.
 
         delta_bytes <= version_bytes / 2        delta = n (H(s) / 8 + s b)
@@ -119,7 +119,7 @@ def delta_gain(context: Context, config: ModelConfig) -> Violation | None:
     """
     spec = context.spec
     if spec.broadcast.format != "delta":
-        return None
+        return ()
     size, share = version_size(spec, config), changed_share(spec, config).value
     narrower = ", or a run with dtype: bfloat16" if spec.broadcast.dtype == "float32" else ""
     return relation(
@@ -138,7 +138,7 @@ def delta_gain(context: Context, config: ModelConfig) -> Violation | None:
 
 
 @model_rule("asynchrony", "warning")
-def anchor_distance(context: Context, config: ModelConfig) -> Violations:
+def anchor_distance(context: Context, config: ModelConfig) -> Found:
     """The deltas after an anchor should be no more than the anchor itself.
 
         (anchor_every - 1) x delta_bytes <= version_bytes
@@ -170,7 +170,7 @@ def anchor_distance(context: Context, config: ModelConfig) -> Violations:
 
 
 @model_rule("asynchrony", "warning", runs="grpo")
-def whole_versions(context: Context, config: ModelConfig) -> Violations:
+def whole_versions(context: Context, config: ModelConfig) -> Found:
     """Where links carry a delta within a step but no whole version, deltas should be sent.
 
         broadcast_s <= step_s        or not delta_s <= step_s
@@ -212,7 +212,7 @@ ORIGIN = "origin"
 
 
 @rule("asynchrony")
-def relay_upstream(context: Context) -> Violations:
+def relay_upstream(context: Context) -> Found:
     """Every upstream of a relay must be the origin or a relay of the spec.
 
     A relay fetches policy versions from the servers of `upstream`, best first. A name that is no
@@ -222,7 +222,7 @@ def relay_upstream(context: Context) -> Violations:
     relays = _upstreams(context.spec)
     for name, above in relays.items():
         unknown = [other for other in above if other not in (ORIGIN, *relays)]
-        yield relation(
+        yield from relation(
             not unknown,
             f"broadcast.relays.{name}.upstream",
             f"no relay {', '.join(unknown)}; known: {', '.join((ORIGIN, *relays))}",
@@ -231,7 +231,7 @@ def relay_upstream(context: Context) -> Violations:
 
 
 @rule("asynchrony")
-def relay_cycle(context: Context) -> Violations:
+def relay_cycle(context: Context) -> Found:
     """No relay may fetch from itself, not even by way of others.
 
         a -> b -> ... -> a  for no relay a
@@ -250,7 +250,7 @@ def relay_cycle(context: Context) -> Violations:
 
 
 @rule("asynchrony")
-def relay_path(context: Context) -> Violations:
+def relay_path(context: Context) -> Found:
     """Every relay must have a path to the origin.
 
         relay -> upstream -> ... -> origin
@@ -264,7 +264,7 @@ def relay_path(context: Context) -> Violations:
     told = {name for cycle in _cycles(relays) for name in cycle}
     told |= {name for name, above in relays.items() if not {ORIGIN, *relays} >= set(above)}
     for name, above in relays.items():
-        yield relation(
+        yield from relation(
             name in reached or name in told,
             f"broadcast.relays.{name}.upstream",
             f"fetches from {', '.join(above) or 'nobody'}: no path leads to the origin",
@@ -273,7 +273,7 @@ def relay_path(context: Context) -> Violations:
 
 
 @rule("asynchrony")
-def pool_relays(context: Context) -> Violations:
+def pool_relays(context: Context) -> Found:
     """The relays that a pool fetches from must be relays of the spec, each named once.
 
     Workers go down the list, best first, and to the origin at last. A name that is no relay gives
@@ -286,13 +286,13 @@ def pool_relays(context: Context) -> Violations:
         twice = [name for name in dict.fromkeys(wanted) if wanted.count(name) > 1]
         where = f"samplers.{pool.name}.relays"
         origin = "; origin comes last by itself" if ORIGIN in unknown else ""
-        yield relation(
+        yield from relation(
             not unknown,
             where,
             f"no relay {', '.join(unknown)}; known: {', '.join(known) or 'none'}{origin}",
             "name relays of broadcast.relays",
         )
-        yield relation(
+        yield from relation(
             not twice, where, f"names {', '.join(twice)} more than once", "name each once"
         )
 

@@ -7,21 +7,12 @@ from collections.abc import Iterator
 from typing import Literal
 
 from runspec.core.errors import UserError
-from runspec.core.spec.plugins import missing_plugins
-from runspec.core.spec.role_names import members
-from runspec.core.spec.schema import Data, Source
-from runspec.core.spec.schema_fields import close_match
-from runspec.core.spec.source_files import (
-    COLUMNS,
-    GENERATED,
-    PARAMS,
-    ROW_KINDS,
-    is_generated,
-    whole_uri,
-)
-from runspec.core.spec.source_files import source_files as files_of
-from runspec.lint.registry import Context, Violation, Violations, relation, rule
-from runspec.lint.tokenizer_files import TokenizerFiles
+from runspec.core.schema import Data, Source
+from runspec.core.schema import source_files as sources
+from runspec.core.schema.role_names import members
+from runspec.core.schema.schema_fields import close_match
+from runspec.core.schema.source_files import missing_plugins
+from runspec.lint import Context, Found, TokenizerFiles, Violation, relation, rule
 
 _COLUMNS = ("problem_id", "task_type", "prompt", "verification_info", "type", "instruction")
 _OPENED = re.compile(r"<think>(?:\\n|\s)*['\"]?\s*(?:-?[}%]\}\s*)*(?:\{%-?\s*endif\s*-?%\}\s*)*$")
@@ -33,7 +24,7 @@ LIKENESS = 0.75
 
 
 @rule("reward", "warning")
-def unknown_kind(context: Context) -> Violations:
+def unknown_kind(context: Context) -> Found:
     """Kinds of sources, rewards and monitors must be those that installed packages offer.
 
     Packages offer kinds as entry points of `runspec.sources`, `runspec.rewards` and
@@ -53,18 +44,21 @@ def unknown_kind(context: Context) -> Violations:
 
 
 @rule("reward")
-def source_fields(context: Context) -> Violations:
+def source_fields(context: Context) -> Found:
     """A source of problems must name what its kind reads.
 
     `reasoning_gym` makes `size` problems with the generator `dataset`; `jsonl`, `parquet`,
     `hf_dataset`, `gsm8k` and `livecodebench` read rows from `uri`. Kinds of installed packages say
     for themselves what they need.
     """
-    needed = {"reasoning_gym": ("dataset", "size"), **dict.fromkeys(ROW_KINDS, ("uri",))}
+    needed = {
+        "reasoning_gym": ("dataset", "size"),
+        **dict.fromkeys(sources.ROW_KINDS, ("uri",)),
+    }
     examples = {"dataset": "spell_backward", "size": "20000", "uri": "problems.parquet"}
     for source in context.spec.data.sources:
         for field in needed.get(source.kind, ()):
-            yield relation(
+            yield from relation(
                 getattr(source, field) is not None,
                 f"data.sources.{source.name}",
                 f"kind {source.kind} needs {field}",
@@ -73,7 +67,7 @@ def source_fields(context: Context) -> Violations:
 
 
 @rule("reward")
-def source_columns(context: Context) -> Violations:
+def source_columns(context: Context) -> Found:
     """Params of a source that reads rows must be columns that it maps.
 
         params: {problem_id: id, task_type: type, prompt: question, verification_info: check}
@@ -87,7 +81,7 @@ def source_columns(context: Context) -> Violations:
     known = {"gsm8k": (), "livecodebench": (), "hf_dataset": (*_COLUMNS, "split")}
     for source in context.spec.data.sources:
         allowed = known.get(source.kind, _COLUMNS)
-        for key in source.params if source.kind in ROW_KINDS else ():
+        for key in source.params if source.kind in sources.ROW_KINDS else ():
             if key not in allowed:
                 yield Violation(
                     ("data", "sources", source.name, "params", key),
@@ -97,7 +91,7 @@ def source_columns(context: Context) -> Violations:
 
 
 @rule("reward", "warning", runs="all")
-def source_files(context: Context) -> Violations:
+def source_files(context: Context) -> Found:
     """The files that a source reads ought to be there where the spec is linted.
 
     A `uri` without `://` names a file, a folder, or files by a pattern; a relative one starts
@@ -106,12 +100,12 @@ def source_files(context: Context) -> Violations:
     first step. A warning, for a spec may be linted elsewhere.
     """
     for source in context.spec.data.sources:
-        kinds = ROW_KINDS if context.spec.supervised is None else PARAMS
+        kinds = sources.ROW_KINDS if context.spec.supervised is None else sources.PARAMS
         if source.uri is None or "://" in source.uri or source.kind not in kinds:
             continue
-        local = source.model_copy(update={"uri": whole_uri(source.uri, context.folder)})
+        local = source.model_copy(update={"uri": sources.whole_uri(source.uri, context.folder)})
         try:
-            files_of(local)
+            sources.source_files(local)
         except UserError as error:
             yield Violation(
                 ("data", "sources", source.name, "uri"),
@@ -121,7 +115,7 @@ def source_files(context: Context) -> Violations:
 
 
 @rule("reward", "warning")
-def think_prefill(context: Context) -> Violation | None:
+def think_prefill(context: Context) -> Found:
     """Prompts ought to open the thinking once: in the chat template or by `data.think_prefill`.
 
     With `think_prefill` a prompt ends with `<think>` and a line break where the template leaves the
@@ -140,7 +134,7 @@ def think_prefill(context: Context) -> Violation | None:
 
 
 @rule("reward", "warning")
-def thinking(context: Context) -> Violations:
+def thinking(context: Context) -> Found:
     """Answers must be looked for where the model writes them.
 
     With `data.thinking: required` an output without `</think>` earns no task reward, so a model
@@ -149,7 +143,7 @@ def thinking(context: Context) -> Violations:
     assumed. `none` rules out `think_prefill`, which opens a thinking that nothing ends.
     """
     spec, files, data = context.spec, context.tokenizer, context.spec.data
-    yield relation(
+    yield from relation(
         data.thinking != "none" or not data.think_prefill,
         "data.thinking",
         "none, but think_prefill opens the thinking",
@@ -157,7 +151,7 @@ def thinking(context: Context) -> Violations:
         severity="error",
     )
     told = data.thinking or (thinking_of(files, data) if files else None)
-    yield relation(
+    yield from relation(
         spec.model.shape is not None or told is not None,
         "data.thinking",
         "not set, and there is no chat template here that tells",
@@ -182,12 +176,12 @@ def opens_thinking(files: TokenizerFiles) -> bool:
     return _OPENED.search(files.template or "") is not None
 
 
-_LEAST = {**dict.fromkeys(GENERATED, 1), "seed": 0}
+_LEAST = {**dict.fromkeys(sources.GENERATED, 1), "seed": 0}
 """Least value of a parameter."""
 
 
 @rule("algorithm", runs="supervised")
-def tokens_per_update(context: Context) -> Violations:
+def tokens_per_update(context: Context) -> Found:
     """An update must be whole microbatches of every island.
 
         tokens_per_update = n x islands x packing.tokens x packing.rows,  n whole
@@ -205,7 +199,7 @@ def tokens_per_update(context: Context) -> Violations:
         least = count * packing.tokens * rows
         of = f"{count} islands x " if islands else ""
         sizes = {"packing.tokens": packing.tokens, "packing.rows": rows}
-        yield relation(
+        yield from relation(
             asked % least == 0,
             "algorithm.tokens_per_update",
             f"{asked} is no multiple of {of}packing.tokens {packing.tokens} x rows {rows} = "
@@ -216,7 +210,7 @@ def tokens_per_update(context: Context) -> Violations:
 
 
 @rule("algorithm", runs="supervised")
-def document_kind(context: Context) -> Violations:
+def document_kind(context: Context) -> Found:
     """A source of documents must be of a kind that the learner reads.
 
         text, jsonl, parquet, fasta, fastq     files, plain or compressed by gzip
@@ -226,17 +220,17 @@ def document_kind(context: Context) -> Violations:
     document is text, a conversation or token ids, and nothing grades it.
     """
     for source in context.spec.data.sources:
-        match = close_match(source.kind, PARAMS)
-        yield relation(
-            source.kind in PARAMS,
+        match = close_match(source.kind, sources.PARAMS)
+        yield from relation(
+            source.kind in sources.PARAMS,
             f"data.sources.{source.name}.kind",
             f"{source.kind[:80]!r} is no kind of documents",
-            f"did you mean {match}?" if match else ", ".join(PARAMS),
+            f"did you mean {match}?" if match else ", ".join(sources.PARAMS),
         )
 
 
 @rule("algorithm", runs="supervised")
-def document_params(context: Context) -> Violations:
+def document_params(context: Context) -> Found:
     """A source of documents must name its files, and parameters that its kind has.
 
         text             uri   params {whole: true}: each file is one document, else each line
@@ -250,14 +244,14 @@ def document_params(context: Context) -> Violations:
     """
     kind = context.spec.algorithm.kind
     for source in context.spec.data.sources:
-        if source.kind not in PARAMS:
+        if source.kind not in sources.PARAMS:
             continue  # `document-kind` says so
         where = ("data", "sources", source.name)
-        if source.uri is None and not is_generated(source):
+        if source.uri is None and not sources.is_generated(source):
             yield Violation(
                 where, f"kind {source.kind} needs uri", suggestion="such as uri: documents.jsonl"
             )
-        if source.uri is not None and is_generated(source):
+        if source.uri is not None and sources.is_generated(source):
             yield Violation(
                 (*where, "uri"), f"kind {source.kind} reads no file", suggestion="remove it"
             )
@@ -267,7 +261,10 @@ def document_params(context: Context) -> Violations:
 
 def _faulty(source: Source, kind: str) -> Iterator[tuple[str, str, str]]:
     """Yield key, message and suggestion for each parameter that is wrong."""
-    known, columns = PARAMS[source.kind], [key for key in COLUMNS if key in source.params]
+    known, columns = (
+        sources.PARAMS[source.kind],
+        [key for key in sources.COLUMNS if key in source.params],
+    )
     for key, value in source.params.items():
         if key not in known:
             match = close_match(key, known)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runspec.lint.registry import found_by_loader
+from runspec.lint import found_by_loader
 
 
 @found_by_loader("mend the text at the caret")

@@ -13,13 +13,20 @@ from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import DEVICES, device_count, device_of
 from runspec.core.models.parameters import MAX_LOGITS, MEMORY_UTILIZATION, prefill_bytes
 from runspec.core.models.parameters import logits_chunk as logits_positions
-from runspec.core.spec.schema import Hardware, RunSpec
-from runspec.core.spec.schema_fields import close_match
+from runspec.core.schema.schema_fields import close_match
 from runspec.estimate.assumed import weight_move
 from runspec.estimate.broadcast import version_size
 from runspec.estimate.learner import learner_memory
 from runspec.estimate.speed import sampler_memory
-from runspec.lint.registry import Context, Violation, Violations, model_rule, relation, rule
+from runspec.lint import (
+    Context,
+    Found,
+    Violation,
+    all_hardware,
+    model_rule,
+    relation,
+    rule,
+)
 
 STATE_SHARE = 0.9
 """Share of a device's memory that the train state may take."""
@@ -29,36 +36,41 @@ WIDEST = 16384
 """Hidden size taken for a model whose shape is not known: it has the smallest weights."""
 
 
+_SMALLER_ROWS = "fewer packing.rows, shorter rows, more context, or remat: offload"
+_RELIEF = {
+    "remat": "remat: full",
+    **dict.fromkeys(("activations", "temporaries", "logits"), _SMALLER_ROWS),
+    "weights": "old_logprobs: sampler, kl: {coef: 0}, or more fsdp or tensor",
+    "state": "more fsdp or tensor, optimizer: {offload: true}, or learner.lora",
+}
+"""What to change, by the part of a step that takes most."""
+
+
 def _gb(size: float) -> str:
     return f"{size / 1e9:.3g} GB"
 
 
 @rule("memory", "warning")
-def unknown_hardware(context: Context) -> Violations:
+def unknown_hardware(context: Context) -> Found:
     """Hardware must be of a kind whose figures are known, or bring its own.
 
     Memory, FLOP/s and bandwidth of a device come from the table of `runspec.core.models.hardware`,
     by `kind`. Of another kind nothing can be said to fit and no time can be told, unless the spec
     gives `memory`, and for times `peak_flops` and `memory_bandwidth`.
     """
-    spec = context.spec
-    asked: list[tuple[tuple[str, ...], Hardware | None]] = [(("learner",), spec.learner.hardware)]
-    asked += [(("samplers", pool.name), pool.hardware) for pool in spec.samplers]
-    asked += [(("verify",), spec.verify.hardware)]
-    for where, hardware in asked:
-        if hardware is None or hardware.kind in DEVICES or hardware.memory is not None:
-            continue
+    for where, hardware in all_hardware(context.spec):
         longer = [kind for kind in DEVICES if hardware.kind and kind.startswith(hardware.kind)]
         close = " or ".join(longer) or close_match(hardware.kind, DEVICES)
-        yield Violation(
-            (*where, "hardware", "kind"),
+        yield from relation(
+            hardware.kind in DEVICES or hardware.memory is not None,
+            f"{where}.kind",
             f"{hardware.kind[:80]!r} is not known: what needs its memory is not checked",
-            suggestion=f"did you mean {close}?" if close else "give its memory, like 80GB",
+            f"did you mean {close}?" if close else "give its memory, like 80GB",
         )
 
 
 @model_rule("memory")
-def train_state_fits(context: Context, config: ModelConfig) -> Violation | None:
+def train_state_fits(context: Context, config: ModelConfig) -> Found:
     """Weights and optimizer moments must leave a tenth of the device's memory.
 
         masters + moments <= 0.9 x memory
@@ -71,7 +83,7 @@ def train_state_fits(context: Context, config: ModelConfig) -> Violation | None:
     """
     memory = device_of(context.spec.learner.hardware).memory
     if memory is None:
-        return None
+        return ()
     needs = learner_memory(context.spec, config)
     return relation(
         needs.state <= STATE_SHARE * memory,
@@ -88,7 +100,7 @@ def train_state_fits(context: Context, config: ModelConfig) -> Violation | None:
 
 
 @model_rule("memory")
-def step_fits(context: Context, config: ModelConfig) -> Violations:
+def step_fits(context: Context, config: ModelConfig) -> Found:
     """A whole training step must fit into the device's memory.
 
         masters + moments + gradients + published + reference
@@ -114,28 +126,20 @@ def step_fits(context: Context, config: ModelConfig) -> Violations:
         "temporaries": round(needs.temporaries),
     }
     held = {name: size for name, size in parts.items() if size}
+    largest = max(held, key=held.__getitem__)
+    if largest == "activations" and spec.learner.remat not in ("full", "offload"):
+        largest = "remat"
     yield Violation(
         ("learner",),
         f"a step needs {_gb(needs.total)} a device, which has {_gb(memory)}: "
         + ", ".join(f"{name} {_gb(size)}" for name, size in held.items()),
         numbers={**held, "memory": round(memory)},
-        suggestion=_relief(spec, max(held, key=held.__getitem__)),
+        suggestion=_RELIEF.get(largest, _RELIEF["state"]),
     )
 
 
-def _relief(spec: RunSpec, largest: str) -> str:
-    """What to change, by the part of a step that takes most."""
-    if largest == "activations" and spec.learner.remat not in ("full", "offload"):
-        return "remat: full"
-    if largest in ("activations", "temporaries", "logits"):
-        return "fewer packing.rows, shorter rows, more context, or remat: offload"
-    if largest == "weights":
-        return "old_logprobs: sampler, kl: {coef: 0}, or more fsdp or tensor"
-    return "more fsdp or tensor, optimizer: {offload: true}, or learner.lora"
-
-
 @model_rule("memory")
-def logits_chunk(context: Context, config: ModelConfig) -> Violation | None:
+def logits_chunk(context: Context, config: ModelConfig) -> Found:
     """The logits that exist at a time must be a chunk, not those of every position.
 
         n x V <= 2^29,   n = min(logits_chunk, positions of a device)
@@ -158,7 +162,7 @@ def logits_chunk(context: Context, config: ModelConfig) -> Violation | None:
 
 
 @rule("memory")
-def bf16_master(context: Context) -> Violation | None:
+def bf16_master(context: Context) -> Found:
     """bfloat16 masters need a learning rate above their rounding floor.
 
         lr x |u| > 2^-9 |w|,   |u| about 1,   |w| about 1 / sqrt(D)
@@ -171,9 +175,9 @@ def bf16_master(context: Context) -> Violation | None:
     """
     spec, config = context.spec, context.config
     if spec.learner.master_dtype != "bfloat16" or spec.learner.lora is not None:
-        return None
+        return ()
     if config is None and spec.optimizer.kind == "sgd":
-        return None
+        return ()
     width = WIDEST if config is None else config.hidden_size
     floor = HALF_STEP / sqrt(width)
     move = spec.optimizer.lr if config is None else weight_move(spec, config)
@@ -188,7 +192,7 @@ def bf16_master(context: Context) -> Violation | None:
 
 
 @model_rule("memory")
-def sampler_weights_fit(context: Context, config: ModelConfig) -> Violations:
+def sampler_weights_fit(context: Context, config: ModelConfig) -> Found:
     """A replica's share of the weights must fit into its devices.
 
         weights / tensor + activations < 0.92 x memory
@@ -201,7 +205,7 @@ def sampler_weights_fit(context: Context, config: ModelConfig) -> Violations:
         needs = sampler_memory(pool, context.spec, config)
         if needs.room is None or needs.memory is None:
             continue
-        yield relation(
+        yield from relation(
             needs.room > 0,
             f"samplers.{pool.name}.hardware",
             f"weights {_gb(needs.weights)} + activations {_gb(needs.activations)} on each of "
@@ -217,7 +221,7 @@ def sampler_weights_fit(context: Context, config: ModelConfig) -> Violations:
 
 
 @model_rule("memory")
-def validator_weights_fit(context: Context, config: ModelConfig) -> Violation | None:
+def validator_weights_fit(context: Context, config: ModelConfig) -> Found:
     """A validator's share of a version must fit into its devices, with room to work.
 
         1.5 x version / devices <= memory
@@ -229,7 +233,7 @@ def validator_weights_fit(context: Context, config: ModelConfig) -> Violation | 
     spec, hardware = context.spec, context.spec.verify.hardware
     memory = device_of(hardware).memory if hardware else None
     if hardware is None or memory is None or not spec.verify.validators:
-        return None
+        return ()
     version, devices = version_size(spec, config).whole, device_count(hardware) or 1
     needed = prefill_bytes(version, devices)
     return relation(
@@ -243,7 +247,7 @@ def validator_weights_fit(context: Context, config: ModelConfig) -> Violation | 
 
 
 @model_rule("memory")
-def kv_cache_fits(context: Context, config: ModelConfig) -> Violations:
+def kv_cache_fits(context: Context, config: ModelConfig) -> Found:
     """The keys and values of one sequence of full length must fit beside the weights.
 
         max_model_len x 2 L ceil(K / t) h b <= room
@@ -256,7 +260,7 @@ def kv_cache_fits(context: Context, config: ModelConfig) -> Violations:
         needs, length = sampler_memory(pool, context.spec, config), pool.max_model_len
         if needs.room is None or needs.room <= 0:
             continue
-        yield relation(
+        yield from relation(
             length * needs.kv_token <= needs.room,
             f"samplers.{pool.name}.max_model_len",
             f"keys and values of {length} tokens are {_gb(length * needs.kv_token)} a device, and "

@@ -7,16 +7,16 @@ the same. These rules report where that costs time or memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from math import lcm, prod
 
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import DEVICES, device_count
-from runspec.core.spec.schema import Hardware, RunSpec
-from runspec.lint.registry import (
+from runspec.core.schema import RunSpec
+from runspec.lint import (
     Context,
+    Found,
     Violation,
-    Violations,
+    all_hardware,
     divisors,
     model_rule,
     relation,
@@ -31,22 +31,14 @@ LARGEST = {"tpu-v4": 4096, "tpu-v5p": 6144}
 """Chips of the largest slice."""
 
 
-def _all_hardware(spec: RunSpec) -> Iterator[tuple[str, Hardware]]:
-    yield "learner.hardware", spec.learner.hardware
-    for pool in spec.samplers:
-        yield f"samplers.{pool.name}.hardware", pool.hardware
-    if spec.verify.hardware is not None:
-        yield "verify.hardware", spec.verify.hardware
-
-
 @rule("mesh")
-def topology_form(context: Context) -> Violations:
+def topology_form(context: Context) -> Found:
     """A TPU topology must be written like 4x4x4.
 
     Sides of the slice in chips, joined by `x`; their product is the number of chips.
     """
-    for where, hardware in _all_hardware(context.spec):
-        yield relation(
+    for where, hardware in all_hardware(context.spec):
+        yield from relation(
             hardware.topology is None or _TOPOLOGY.fullmatch(hardware.topology) is not None,
             f"{where}.topology",
             f"{hardware.topology!r} is not of the form 4x4x4",
@@ -55,7 +47,7 @@ def topology_form(context: Context) -> Violations:
 
 
 @rule("mesh")
-def tpu_topology(context: Context) -> Violations:
+def tpu_topology(context: Context) -> Found:
     """A TPU topology must be a slice that its chip comes in.
 
         v5e, v6e   AxB: 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16
@@ -65,15 +57,18 @@ def tpu_topology(context: Context) -> Violations:
     Source: cloud.google.com/tpu/docs/v5e, v6e, v4 and v5p, "Supported configurations". Other shapes
     cannot be rented, and the TPU compiler makes no devices for them.
     """
-    for where, hardware in _all_hardware(context.spec):
-        shape = hardware.topology
+    for where, hardware in all_hardware(context.spec):
+        shape, flat = hardware.topology, hardware.kind in ("tpu-v5e", "tpu-v6e")
         if shape is None or not _TOPOLOGY.fullmatch(shape):
             continue  # `topology-form` says so
-        yield relation(
+        usual = _SQUARES if flat else (*_SMALL_CUBES, "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16")
+        # The smallest usual slice with at least as many chips, the largest where none has.
+        large = (each for each in usual if prod(_sides(each)) >= prod(_sides(shape)))
+        yield from relation(
             _exists(hardware.kind, shape),
             f"{where}.topology",
             f"{hardware.kind} has no slice {shape}",
-            _nearest(shape, flat=hardware.kind in ("tpu-v5e", "tpu-v6e")),
+            next(large, usual[-1]),
         )
 
 
@@ -91,15 +86,8 @@ def _sides(shape: str) -> list[int]:
     return [int(side) for side in shape.split("x")]
 
 
-def _nearest(shape: str, *, flat: bool) -> str:
-    """The smallest usual slice with at least as many chips, the largest where none has."""
-    usual = _SQUARES if flat else (*_SMALL_CUBES, "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16")
-    wanted = prod(_sides(shape))
-    return next((each for each in usual if prod(_sides(each)) >= wanted), usual[-1])
-
-
 @rule("mesh")
-def topology_count(context: Context) -> Violations:
+def topology_count(context: Context) -> Found:
     """A count beside a topology must be its number of chips.
 
         count = slices x product of the topology's sides
@@ -107,13 +95,13 @@ def topology_count(context: Context) -> Violations:
     The learner's slices are `learner.mesh.slices`; a replica of a pool has one.
     """
     spec = context.spec
-    for where, hardware in _all_hardware(spec):
+    for where, hardware in all_hardware(spec):
         slices = spec.learner.mesh.slices if where == "learner.hardware" else 1
         devices = device_count(hardware, slices)
         if hardware.topology is None or devices is None or hardware.count is None:
             continue
         of = f"{slices} slices of " if slices > 1 else ""
-        yield relation(
+        yield from relation(
             hardware.count == devices,
             f"{where}.count",
             f"{hardware.count}, but {of}topology {hardware.topology} has {devices} devices",
@@ -123,7 +111,7 @@ def topology_count(context: Context) -> Violations:
 
 
 @rule("mesh")
-def mesh_fits(context: Context) -> Violation | None:
+def mesh_fits(context: Context) -> Found:
     """The product of the mesh axes must be the number of devices.
 
         data x fsdp x context x tensor = slices x chips of the topology,  or count
@@ -133,7 +121,7 @@ def mesh_fits(context: Context) -> Violation | None:
     learner, mesh = context.spec.learner, context.spec.learner.mesh
     devices, others = device_count(learner.hardware, mesh.slices), mesh.devices // mesh.fsdp
     if devices is None:
-        return None
+        return ()
     sizes = {axis: getattr(mesh, axis) for axis in ("data", "fsdp", "context", "tensor")}
     return relation(
         mesh.devices == devices,
@@ -145,7 +133,7 @@ def mesh_fits(context: Context) -> Violation | None:
 
 
 @rule("mesh")
-def hosts_divide(context: Context) -> Violation | None:
+def hosts_divide(context: Context) -> Found:
     """The learner's processes must hold equal shares of its devices.
 
         devices of the mesh = n x hosts,  n whole
@@ -163,7 +151,7 @@ def hosts_divide(context: Context) -> Violation | None:
 
 
 @rule("mesh")
-def hosts_chips(context: Context) -> Violation | None:
+def hosts_chips(context: Context) -> Found:
     """A TPU learner must have a process on every host of its slices.
 
         hosts >= chips / chips of a host
@@ -174,7 +162,7 @@ def hosts_chips(context: Context) -> Violation | None:
     learner, slices = context.spec.learner, context.spec.learner.mesh.slices
     kind, chips = learner.hardware.kind, device_count(learner.hardware, slices)
     if kind not in ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e") or chips is None:
-        return None
+        return ()
     most = 8 if kind in ("tpu-v5e", "tpu-v6e") and chips // slices <= 8 else 4
     return relation(
         learner.hosts * most >= chips,
@@ -186,7 +174,7 @@ def hosts_chips(context: Context) -> Violation | None:
 
 
 @rule("mesh")
-def slices_divide(context: Context) -> Violation | None:
+def slices_divide(context: Context) -> Found:
     """The axis that crosses slices must be a multiple of their number.
 
         size of slice_axis = n x slices,  n whole
@@ -207,7 +195,7 @@ def slices_divide(context: Context) -> Violation | None:
 
 
 @rule("mesh")
-def rows_divide(context: Context) -> Violation | None:
+def rows_divide(context: Context) -> Found:
     """The rows of a microbatch must divide over data x fsdp.
 
         packing.rows = n x data x fsdp,  n whole: the rows of a device
@@ -227,7 +215,7 @@ def rows_divide(context: Context) -> Violation | None:
 
 
 @rule("mesh")
-def context_divides(context: Context) -> Violation | None:
+def context_divides(context: Context) -> Found:
     """The positions of a row must divide over twice the context axis.
 
         packing.tokens = n x 2 x context,  n whole
@@ -260,7 +248,7 @@ def _update_sequences(spec: RunSpec) -> int:
 
 
 @rule("mesh", "warning", runs="grpo")
-def idle_shards(context: Context) -> Violation | None:
+def idle_shards(context: Context) -> Found:
     """An optimizer update must have a sequence for every shard of the batch.
 
         prompts_per_step / updates_per_step x group_size >= data x fsdp
@@ -281,7 +269,7 @@ def idle_shards(context: Context) -> Violation | None:
 
 
 @rule("mesh", "warning", runs="grpo")
-def padded_microbatch(context: Context) -> Violations:
+def padded_microbatch(context: Context) -> Found:
     """The sequences of an update must divide by data x fsdp x microbatch, to fill its microbatches.
 
         S = n x rows,  n whole           S = prompts_per_step / updates_per_step x group_size
@@ -303,6 +291,7 @@ def padded_microbatch(context: Context) -> Violations:
     if in_a_row != 1 or sequences % packing.rows == 0:
         return
     padding = -sequences % packing.rows
+    fitting = [rows for rows in divisors(sequences, packing.rows) if rows % shards == 0]
     yield Violation(
         ("learner", "packing", "rows"),
         f"an update's {sequences} sequences are {padding} short of whole microbatches of "
@@ -313,17 +302,14 @@ def padded_microbatch(context: Context) -> Violations:
             "fsdp": mesh.fsdp,
             "microbatch": packing.rows // shards,
         },
-        suggestion=_rows_that_divide(sequences, shards, packing.rows),
+        suggestion=f"{fitting[-1]} rows divide evenly"
+        if fitting
+        else "change group_size or the mesh",
     )
 
 
-def _rows_that_divide(sequences: int, shards: int, limit: int) -> str:
-    fitting = [n for n in divisors(sequences, limit) if n % shards == 0]
-    return f"{fitting[-1]} rows divide evenly" if fitting else "change group_size or the mesh"
-
-
 @model_rule("mesh")
-def tensor_heads(context: Context, config: ModelConfig) -> Violation | None:
+def tensor_heads(context: Context, config: ModelConfig) -> Found:
     """The tensor axis must divide the model's query heads.
 
         num_attention_heads = n x tensor,  n whole
@@ -342,7 +328,7 @@ def tensor_heads(context: Context, config: ModelConfig) -> Violation | None:
 
 
 @model_rule("mesh", "warning")
-def tensor_kv_heads(context: Context, config: ModelConfig) -> Violation | None:
+def tensor_kv_heads(context: Context, config: ModelConfig) -> Found:
     """The tensor axis ought to divide the model's key/value heads.
 
         num_key_value_heads = n x tensor,  n whole
@@ -353,7 +339,7 @@ def tensor_kv_heads(context: Context, config: ModelConfig) -> Violation | None:
     """
     heads, tensor = config.num_key_value_heads, context.spec.learner.mesh.tensor
     if config.num_attention_heads % tensor:
-        return None  # `tensor-heads` says so
+        return ()  # `tensor-heads` says so
     repeated = lcm(heads, tensor)
     return relation(
         heads % tensor == 0,
@@ -366,7 +352,7 @@ def tensor_kv_heads(context: Context, config: ModelConfig) -> Violation | None:
 
 
 @model_rule("mesh", "warning")
-def sharded_widths(context: Context, config: ModelConfig) -> Violations:
+def sharded_widths(context: Context, config: ModelConfig) -> Found:
     """fsdp ought to divide the hidden size, and tensor the MLP's width and the vocabulary.
 
         hidden_size mod fsdp = 0,   intermediate_size mod tensor = 0,   vocab_size mod tensor = 0
@@ -380,7 +366,7 @@ def sharded_widths(context: Context, config: ModelConfig) -> Violations:
         ("tensor", mesh.tensor, "intermediate_size", config.intermediate_size),
         ("tensor", mesh.tensor, "vocab_size", config.vocab_size),
     ):
-        yield relation(
+        yield from relation(
             size % cut == 0,
             f"learner.mesh.{axis}",
             f"{cut} does not divide {name} = {size}: what has that dimension is whole on each of "
@@ -391,7 +377,7 @@ def sharded_widths(context: Context, config: ModelConfig) -> Violations:
 
 
 @rule("mesh")
-def attention_kernel(context: Context) -> Violations:
+def attention_kernel(context: Context) -> Found:
     """A named attention kernel must run on the learner's hardware, with its types and its mesh.
 
         splash   TPUs, compute_dtype bfloat16 or float32

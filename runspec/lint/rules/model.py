@@ -9,25 +9,25 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import model_names, named_model
 from runspec.core.models.parameters import matrix_shapes
-from runspec.core.spec.source_files import column_of
-from runspec.lint.registry import (
+from runspec.core.schema.source_files import column_of
+from runspec.lint import (
     Context,
+    Found,
+    TokenizerFiles,
     Violation,
-    Violations,
     divisors,
     model_rule,
     relation,
     rule,
 )
-from runspec.lint.tokenizer_files import TokenizerFiles
-from runspec.lock.cache import is_on_hub, require_files
+from runspec.lock import is_on_hub, require_files
 
 PADDING = 0.01
 """Share of a vocabulary by which models of a family differ: rows that no token has."""
 
 
 @rule("model")
-def shape_heads(context: Context) -> Violations:
+def shape_heads(context: Context) -> Found:
     """The heads of a shape must divide its width and one another, and be of even size.
 
         hidden_size = H x h,  h even         H = n x K,  n whole
@@ -40,7 +40,7 @@ def shape_heads(context: Context) -> Violations:
         return
     heads, kv_heads, width = shape.num_attention_heads, shape.num_key_value_heads, shape.hidden_size
     if shape.head_dim is None:
-        yield relation(
+        yield from relation(
             width % (2 * heads) == 0,
             "model.shape.hidden_size",
             f"{width} does not give {heads} heads of an even size",
@@ -48,14 +48,14 @@ def shape_heads(context: Context) -> Violations:
             {"hidden_size": width, "num_attention_heads": heads},
         )
     else:
-        yield relation(
+        yield from relation(
             shape.head_dim % 2 == 0,
             "model.shape.head_dim",
             f"{shape.head_dim} is odd, RoPE turns pairs",
             f"{shape.head_dim + 1}",
             {"head_dim": shape.head_dim},
         )
-    yield relation(
+    yield from relation(
         heads % kv_heads == 0,
         "model.shape.num_key_value_heads",
         f"{kv_heads} does not divide {heads} heads",
@@ -65,7 +65,7 @@ def shape_heads(context: Context) -> Violations:
 
 
 @rule("model")
-def one_model(context: Context) -> Violations:
+def one_model(context: Context) -> Found:
     """Exactly one of `model.hf` and `model.shape` must be given.
 
     The first names weights that exist, the second the shape of weights that the run makes: by its
@@ -75,13 +75,13 @@ def one_model(context: Context) -> Violations:
     """
     model = context.spec.model
     both = model.hf is not None and model.shape is not None
-    yield relation(
+    yield from relation(
         (model.hf is None) != (model.shape is None),
         "model",
         f"exactly one of hf and shape is needed, {'both were' if both else 'neither was'} given",
         "null takes one away" if both else "name a Hugging Face repository in hf",
     )
-    yield relation(
+    yield from relation(
         model.revision is None or model.hf is not None,
         "model.revision",
         "is the commit of model.hf, which is not given",
@@ -90,7 +90,7 @@ def one_model(context: Context) -> Violations:
 
 
 @rule("model", runs="grpo")
-def warm_start(context: Context) -> Violations:
+def warm_start(context: Context) -> Found:
     """A `model.shape` must have a warm start, and a model with weights must have none.
 
     A shape is not weights: the supervised steps of `warm_start` make them before version 0 exists.
@@ -98,13 +98,13 @@ def warm_start(context: Context) -> Violations:
     nothing. A model of `model.hf` is version 0 as it is.
     """
     shape, warm = context.spec.model.shape, context.spec.warm_start
-    yield relation(
+    yield from relation(
         shape is None or warm is not None,
         "model.shape",
         "has no weights: warm_start must make them",
         "warm_start: {} takes the defaults",
     )
-    yield relation(
+    yield from relation(
         shape is not None or warm is None,
         "warm_start",
         "makes the weights of a model.shape, and none is given",
@@ -113,7 +113,7 @@ def warm_start(context: Context) -> Violations:
 
 
 @rule("model", runs="supervised")
-def shape_tokenizer(context: Context) -> Violation | None:
+def shape_tokenizer(context: Context) -> Found:
     """A `model.shape` that trains on documents must name a tokenizer.
 
     A shape has no files, so no tokenizer comes with it. `python -m learner_jax tokenizer train`
@@ -130,7 +130,7 @@ def shape_tokenizer(context: Context) -> Violation | None:
 
 
 @rule("model")
-def lora_targets(context: Context) -> Violations:
+def lora_targets(context: Context) -> Found:
     """Each matrix must be named once among the targets of adapters.
 
         W + (alpha / rank) A B       (LoRA, arXiv 2106.09685)
@@ -139,7 +139,7 @@ def lora_targets(context: Context) -> Violations:
     """
     targets = context.spec.learner.lora.targets if context.spec.learner.lora else []
     for target, count in sorted(Counter(targets).items()):
-        yield relation(
+        yield from relation(
             count == 1,
             "learner.lora.targets",
             f"names {target} more than once",
@@ -149,7 +149,7 @@ def lora_targets(context: Context) -> Violations:
 
 
 @rule("model")
-def model_config(context: Context) -> Violations:
+def model_config(context: Context) -> Found:
     """The model's config.json must be readable, and of a decoder that the learner computes.
 
     A local `model.hf` directory is read without a network, and so are the shapes that ship with
@@ -169,7 +169,7 @@ def model_config(context: Context) -> Violations:
 
 
 @rule("model", "warning")
-def unknown_model(context: Context) -> Violations:
+def unknown_model(context: Context) -> Found:
     """The shape of a model on the Hub ought to be known where its spec is linted.
 
     Heads, widths, vocabulary and lengths come from the config.json of a local directory, or from
@@ -189,7 +189,7 @@ def unknown_model(context: Context) -> Violations:
 
 
 @rule("model", "warning")
-def model_path(context: Context) -> Violations:
+def model_path(context: Context) -> Found:
     """The path of a model or a tokenizer ought to be a directory.
 
     What is no repository's name (`org/name`) is a path, such as `./x` or `~/x`; a relative one
@@ -209,7 +209,7 @@ def model_path(context: Context) -> Violations:
 
 
 @model_rule("model")
-def lora_rank(context: Context, config: ModelConfig) -> Violation | None:
+def lora_rank(context: Context, config: ModelConfig) -> Found:
     """The rank of adapters must be below that of the matrices that they adapt.
 
         rank < min(in, out)  of every target
@@ -220,7 +220,7 @@ def lora_rank(context: Context, config: ModelConfig) -> Violation | None:
     lora, shapes = context.spec.learner.lora, matrix_shapes(config)
     ranks = [(min(shapes[name]), name) for name in lora.targets if name in shapes] if lora else []
     if lora is None or not ranks:
-        return None
+        return ()
     least, target = min(ranks)
     return relation(
         lora.rank < least,
@@ -232,7 +232,7 @@ def lora_rank(context: Context, config: ModelConfig) -> Violation | None:
 
 
 @model_rule("model")
-def tokenizer_vocabulary(context: Context, config: ModelConfig) -> Violations:
+def tokenizer_vocabulary(context: Context, config: ModelConfig) -> Found:
     """Every token of the tokenizer must be a row of the model's embedding.
 
         largest token id < vocab_size
@@ -255,7 +255,7 @@ def tokenizer_vocabulary(context: Context, config: ModelConfig) -> Violations:
 
 
 @rule("model")
-def tokenizer_agrees(context: Context) -> Violations:
+def tokenizer_agrees(context: Context) -> Found:
     """A tokenizer given beside the model must give its tokens the model's own ids.
 
     `model.tokenizer` replaces the model's tokenizer in every role alike, so roles cannot differ
@@ -296,7 +296,7 @@ def tokenizer_agrees(context: Context) -> Violations:
 
 
 @rule("model")
-def end_token(context: Context) -> Violations:
+def end_token(context: Context) -> Found:
     """Tokenizer and model must name the same end token.
 
         id of tokenizer_config.json's eos_token  in  eos_token_id of config.json,
@@ -362,7 +362,7 @@ def _turn_end(folder: Path) -> tuple[str, int] | None:
 
 
 @rule("model", "warning")
-def chat_template(context: Context) -> Violations:
+def chat_template(context: Context) -> Found:
     """The tokenizer ought to bring a chat template, and one that asks for no date.
 
     Prompts are put into the template of the policy version's tokenizer (`chat_template.jinja`, or

@@ -7,25 +7,11 @@ from collections.abc import Iterator
 from math import floor
 
 from runspec.core.address import is_loopback, parse_url, server_urls
-from runspec.core.spec.role_names import (
-    elsewhere,
-    island_names,
-    island_processes,
-    island_role,
-    island_spec,
-    learner_names,
-    measured_roles,
-    placeable,
-    relay_names,
-    role_names,
-    server_names,
-    shares_name,
-    worker_names,
-)
-from runspec.core.spec.schema import RunSpec
-from runspec.estimate.inputs import hourly_price
+from runspec.core.schema import RunSpec
+from runspec.core.schema import role_names as roles
+from runspec.estimate.assumed import hourly_price
 from runspec.estimate.speed import step_seconds
-from runspec.lint.registry import Context, Violation, Violations, relation, rule
+from runspec.lint import Context, Found, Violation, relation, rule
 
 _SHOWN = 12
 """Names that a message lists."""
@@ -36,14 +22,14 @@ RESERVED = (
 
 
 @rule("placement")
-def monitor_python(context: Context) -> Violations:
+def monitor_python(context: Context) -> Found:
     """A monitor of kind `trackio` must name the interpreter of trackio's own environment.
 
     Packages that trackio needs and packages that a run needs exclude each other's versions. So
     trackio has an environment of its own, and the monitor speaks to a process there.
     """
     for monitor in context.spec.monitors:
-        yield relation(
+        yield from relation(
             monitor.kind != "trackio" or monitor.python is not None,
             f"monitors.{monitor.name}",
             "kind trackio needs python",
@@ -52,7 +38,7 @@ def monitor_python(context: Context) -> Violations:
 
 
 @rule("placement")
-def no_cluster(context: Context) -> Violation | None:
+def no_cluster(context: Context) -> Found:
     """A run on Kubernetes needs a container image.
 
         placement.kubernetes is given, where placement.backend is kubernetes
@@ -70,7 +56,7 @@ def no_cluster(context: Context) -> Violation | None:
 
 
 @rule("placement")
-def local_storage(context: Context) -> Violation | None:
+def local_storage(context: Context) -> Found:
     """Several learner hosts must write checkpoints to one place.
 
         checkpoints.dir: s3://... or gs://..., or a path with storage.shared,
@@ -84,7 +70,7 @@ def local_storage(context: Context) -> Violation | None:
     hosts, folder = spec.learner.hosts, spec.checkpoints.dir
     together = backend == "local" and spec.learner.hardware.kind == "cpu"
     if hosts == 1 or together or backend == "kubernetes":
-        return None
+        return ()
     return relation(
         folder is not None and ("://" in folder or spec.storage.shared),
         "checkpoints.dir",
@@ -96,7 +82,7 @@ def local_storage(context: Context) -> Violation | None:
 
 
 @rule("placement")
-def no_budget(context: Context) -> Violation | None:
+def no_budget(context: Context) -> Found:
     """Hardware that is paid by the hour must have a budget.
 
         budget.max_hours or budget.max_cost, where some price_per_hour > 0
@@ -115,7 +101,7 @@ def no_budget(context: Context) -> Violation | None:
 
 
 @rule("placement")
-def over_budget(context: Context) -> Violation | None:
+def over_budget(context: Context) -> Found:
     """The money must last to the last step.
 
         steps x step_s / 3600 x price_per_hour <= max_cost
@@ -128,15 +114,14 @@ def over_budget(context: Context) -> Violation | None:
     spec, allowed = context.spec, context.spec.budget.max_cost
     step_s, price = step_seconds(spec, context.config), hourly_price(spec)
     if step_s is None or price is None or allowed is None:
-        return None
+        return ()
     cost = spec.steps * step_s / 3600 * price
-    if cost <= allowed:
-        return None
-    return Violation(
-        ("budget", "max_cost"),
+    return relation(
+        cost <= allowed,
+        "budget.max_cost",
         f"{allowed:g}, but {spec.steps} steps cost {cost:.0f} by the estimate",
-        suggestion=f"it pays {floor(allowed / cost * spec.steps)} steps",
-        numbers={
+        f"it pays {floor(allowed / (cost or 1.0) * spec.steps)} steps",
+        {
             "steps": spec.steps,
             "step_s": float(f"{step_s:.4g}"),
             "price_per_hour": price,
@@ -147,7 +132,7 @@ def over_budget(context: Context) -> Violation | None:
 
 
 @rule("placement", "warning")
-def short_budget(context: Context) -> Violation | None:
+def short_budget(context: Context) -> Found:
     """The hours of the budget should last to the last step.
 
         steps x step_s / 3600 <= max_hours
@@ -159,15 +144,14 @@ def short_budget(context: Context) -> Violation | None:
     spec, allowed = context.spec, context.spec.budget.max_hours
     step_s = step_seconds(spec, context.config)
     if step_s is None or allowed is None:
-        return None
+        return ()
     hours = spec.steps * step_s / 3600
-    if hours <= allowed:
-        return None
-    return Violation(
-        ("budget", "max_hours"),
+    return relation(
+        hours <= allowed,
+        "budget.max_hours",
         f"{allowed:g}, but {spec.steps} steps need {hours:.4g} hours at least",
-        suggestion=f"it lasts for {floor(allowed / hours * spec.steps)} steps",
-        numbers={
+        f"it lasts for {floor(allowed / (hours or 1.0) * spec.steps)} steps",
+        {
             "steps": spec.steps,
             "step_s": float(f"{step_s:.4g}"),
             "needed": float(f"{hours:.4g}"),
@@ -177,7 +161,7 @@ def short_budget(context: Context) -> Violation | None:
 
 
 @rule("placement")
-def reserved_names(context: Context) -> Violations:
+def reserved_names(context: Context) -> Found:
     """No pool may be called like a role, and no relay `origin`.
 
     Keys and logs lie in files named after roles: a pool `validator` would have workers
@@ -185,14 +169,14 @@ def reserved_names(context: Context) -> Violations:
     always means the publisher's own server.
     """
     for pool in context.spec.samplers:
-        yield relation(
+        yield from relation(
             pool.name not in RESERVED,
             f"samplers.{pool.name}",
             "is the name of a role; call the pool something else",
             f"{pool.name}-pool, say",
         )
     for relay in context.spec.broadcast.relays:
-        yield relation(
+        yield from relation(
             relay.name != "origin",
             f"broadcast.relays.{relay.name}",
             "origin is the publisher's own server, not a relay",
@@ -201,7 +185,7 @@ def reserved_names(context: Context) -> Violations:
 
 
 @rule("placement")
-def role_clash(context: Context) -> Violations:
+def role_clash(context: Context) -> Found:
     """Every process must have a name of its own, and so must what `placement.roles` names.
 
         relay-<name>, <pool>-<i>, validator-<i>, learner-<i>, island-<name>, shares-<name>, ...
@@ -211,25 +195,24 @@ def role_clash(context: Context) -> Violations:
     `placement.roles` that pool and the relay `eu` are both `relay-eu`.
     """
     spec = context.spec
-    workers = worker_names(spec)
-    processes = Counter(role_names(spec))
-    islands = map(island_role, island_names(spec))
-    groups = Counter([*relay_names(spec), *islands, *(pool.name for pool in spec.samplers)])
+    workers = roles.worker_names(spec)
+    processes = Counter(roles.role_names(spec))
+    islands = map(roles.island_role, roles.island_names(spec))
+    groups = Counter([*roles.relay_names(spec), *islands, *(pool.name for pool in spec.samplers)])
     counts = processes | groups  # of each name the larger
-    for name in sorted(name for name, count in counts.items() if count > 1):
+    for name, count in sorted(counts.items()):
         pool = workers.get(name, name)
-        if pool in RESERVED:
-            continue  # `reserved-names` says so
         of_pool = any(pool == each.name for each in spec.samplers)
-        yield Violation(
-            ("samplers", pool) if of_pool else ("learner", "islands", "members"),
-            f"{counts[name]} roles would be called {name}",
-            suggestion="give the pool, the relay or the island another name",
+        yield from relation(
+            count == 1 or pool in RESERVED,  # `reserved-names` says so
+            f"samplers.{pool}" if of_pool else "learner.islands.members",
+            f"{count} roles would be called {name}",
+            "give the pool, the relay or the island another name",
         )
 
 
 @rule("placement")
-def unknown_role(context: Context) -> Violations:
+def unknown_role(context: Context) -> Found:
     """`placement` must name roles of the run in `roles`, `devices` and `kubernetes`.
 
     `roles` says what is started here: `validators`, a pool, relay-<name>, island-<name>, or
@@ -239,37 +222,36 @@ def unknown_role(context: Context) -> Violations:
     included. A name that is nothing starts nothing and assigns nothing, in silence.
     """
     spec = context.spec
-    startable = placeable(spec)
+    startable = roles.placeable(spec)
     unknown = [name for name in dict.fromkeys(spec.placement.roles or []) if name not in startable]
-    yield relation(
+    yield from relation(
         not unknown,
         "placement.roles",
         f"no role {', '.join(unknown)}; there is {', '.join(startable)}",
         "learner, publisher, origin and coordinator are started without being named",
     )
-    cluster = spec.placement.kubernetes
     groups = {"trunk", *startable}
-    named = [("images", name) for name in cluster.images] if cluster else []
-    named += [("node_selectors", name) for name in cluster.node_selectors] if cluster else []
-    for field, name in named:
-        if name not in groups:
-            yield Violation(
-                ("placement", "kubernetes", field, name),
+    for field in ("images", "node_selectors") if spec.placement.kubernetes else ():
+        for name in getattr(spec.placement.kubernetes, field):
+            yield from relation(
+                name in groups,
+                f"placement.kubernetes.{field}.{name}",
                 f"no role group {name}; there is {', '.join(sorted(groups))}",
-                suggestion="use one of them",
+                "use one of them",
             )
-    processes = role_names(spec)
+    processes = roles.role_names(spec)
     for name in spec.placement.devices:
-        if name not in processes:
-            yield Violation(
-                ("placement", "devices", name),
-                f"no process {name}; there is {_some(processes)}",
-                suggestion="workers are <pool>-<i>, validators validator-<i>",
-            )
+        more = f" and {len(processes) - _SHOWN} more" if len(processes) > _SHOWN else ""
+        yield from relation(
+            name in processes,
+            f"placement.devices.{name}",
+            f"no process {name}; there is {', '.join(processes[:_SHOWN])}{more}",
+            "workers are <pool>-<i>, validators validator-<i>",
+        )
 
 
 @rule("placement", "warning")
-def shared_device(context: Context) -> Violations:
+def shared_device(context: Context) -> Found:
     """An accelerator should belong to one process.
 
     JAX takes most of a GPU's memory when it starts, and vLLM plans with what is free at that
@@ -278,11 +260,11 @@ def shared_device(context: Context) -> Violations:
     other machines have other accelerators under the same numbers.
     """
     spec = context.spec
-    away = set(elsewhere(spec))
+    away = set(roles.elsewhere(spec))
     if spec.learner.hardware.kind != "cpu":
-        away |= set(learner_names(spec)[1:])
-    for name, processes in island_processes(spec).items():
-        if island_spec(spec, name).learner.hardware.kind != "cpu":
+        away |= set(roles.learner_names(spec)[1:])
+    for name, processes in roles.island_processes(spec).items():
+        if roles.island_spec(spec, name).learner.hardware.kind != "cpu":
             away |= set(processes[1:])
     users: dict[int, list[str]] = defaultdict(list)
     for name, numbers in spec.placement.devices.items():
@@ -298,7 +280,7 @@ def shared_device(context: Context) -> Violations:
 
 
 @rule("placement")
-def too_few_devices(context: Context) -> Violations:
+def too_few_devices(context: Context) -> Found:
     """A process must see the accelerators that its part of the model is divided over.
 
         devices of a worker  >= parallel.tensor x parallel.data of its pool
@@ -311,18 +293,18 @@ def too_few_devices(context: Context) -> Violations:
     needed: dict[str, int] = {}
     if spec.learner.hardware.kind != "cpu":
         share = -(-spec.learner.mesh.devices // spec.learner.hosts)
-        needed |= dict.fromkeys(learner_names(spec), share)
-    for name, processes in island_processes(spec).items():
-        own = island_spec(spec, name).learner
+        needed |= dict.fromkeys(roles.learner_names(spec), share)
+    for name, processes in roles.island_processes(spec).items():
+        own = roles.island_spec(spec, name).learner
         if own.hardware.kind != "cpu":
             needed |= dict.fromkeys(processes, -(-own.mesh.devices // own.hosts))
     pools = {pool.name: pool for pool in spec.samplers if pool.hardware.kind != "cpu"}
-    for worker, name in worker_names(spec).items():
+    for worker, name in roles.worker_names(spec).items():
         if name in pools:
             needed[worker] = pools[name].parallel.devices
     for name, numbers in spec.placement.devices.items():
         seen, least = len(set(numbers)), needed.get(name, 0)
-        yield relation(
+        yield from relation(
             seen >= least,
             f"placement.devices.{name}",
             f"{seen} of the {least} accelerators that it divides its model over",
@@ -332,7 +314,7 @@ def too_few_devices(context: Context) -> Violations:
 
 
 @rule("placement")
-def server_url(context: Context) -> Violations:
+def server_url(context: Context) -> Found:
     """The URL of a server must be http or https, with a host.
 
     Workers reach the coordinator at `placement.url`, and fetch policy versions from
@@ -340,7 +322,7 @@ def server_url(context: Context) -> Violations:
     `learner.islands.members[].url`; the port is 80 or 443 where none is given.
     """
     for where, text in server_urls(context.spec).items():
-        yield relation(
+        yield from relation(
             parse_url(text) is not None,
             ".".join((*where, "url")),
             f"{text[:80]!r} is no http or https URL with a host",
@@ -349,7 +331,7 @@ def server_url(context: Context) -> Violations:
 
 
 @rule("placement")
-def port_clash(context: Context) -> Violations:
+def port_clash(context: Context) -> Found:
     """No two servers may listen at one address.
 
         base_port + 0 coordinator, + 1 origin, + 2 + i relay i, then learner and islands
@@ -377,9 +359,10 @@ def _addresses(spec: RunSpec) -> Iterator[tuple[str, tuple[str, ...], str, int]]
     named: dict[str, tuple[str, ...]] = {"origin": ("broadcast", "origin")}
     named |= {f"relay-{r.name}": ("broadcast", "relays", r.name) for r in spec.broadcast.relays}
     named |= {
-        shares_name(name): ("learner", "islands", "members", name) for name in island_names(spec)
+        roles.shares_name(name): ("learner", "islands", "members", name)
+        for name in roles.island_names(spec)
     }
-    for position, role in enumerate(server_names(spec)):
+    for position, role in enumerate(roles.server_names(spec)):
         where = named.get(role, ("placement", "base_port"))
         url = parse_url(urls[where]) if where in urls else None
         if url is not None and url.scheme == "http":
@@ -389,10 +372,5 @@ def _addresses(spec: RunSpec) -> Iterator[tuple[str, tuple[str, ...], str, int]]
     metrics = spec.placement.metrics
     if metrics is not None and metrics.base_port is not None:
         where = ("placement", "metrics", "base_port")
-        for position, role in enumerate(measured_roles(spec)):
+        for position, role in enumerate(roles.measured_roles(spec)):
             yield f"figures of {role}", where, metrics.host, metrics.base_port + position
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

@@ -7,20 +7,12 @@ from collections.abc import Iterator
 from runspec.core.models.config import Dynamic, Linear, ModelConfig, Yarn
 from runspec.core.models.hardware import device_count
 from runspec.core.models.parameters import CPU_HEAD_SIZES
-from runspec.core.spec.schema import Hardware, RunSpec
-from runspec.lint.registry import (
-    Context,
-    Violation,
-    Violations,
-    divisors,
-    model_rule,
-    relation,
-    rule,
-)
+from runspec.core.schema import Hardware, RunSpec
+from runspec.lint import Context, Found, Violation, divisors, model_rule, relation, rule
 
 
 @rule("samplers")
-def context_fits(context: Context) -> Violations:
+def context_fits(context: Context) -> Found:
     """The longest prompt and the longest output must fit into the engine's sequences.
 
         max_prompt_tokens + max_new_tokens <= max_model_len
@@ -31,7 +23,7 @@ def context_fits(context: Context) -> Violations:
     prompt = context.spec.data.max_prompt_tokens
     for pool in context.spec.samplers:
         new, length = pool.max_new_tokens, pool.max_model_len
-        yield relation(
+        yield from relation(
             prompt + new <= length,
             f"samplers.{pool.name}.max_model_len",
             f"{length} is less than max_prompt_tokens {prompt} + max_new_tokens {new} = "
@@ -42,7 +34,7 @@ def context_fits(context: Context) -> Violations:
 
 
 @rule("samplers")
-def model_len(context: Context) -> Violations:
+def model_len(context: Context) -> Found:
     """An engine must not make room for longer sequences than the model covers.
 
         max_model_len <= model.max_context
@@ -52,7 +44,7 @@ def model_len(context: Context) -> Violations:
     """
     positions = context.spec.model.max_context
     for pool in context.spec.samplers:
-        yield relation(
+        yield from relation(
             pool.max_model_len <= positions,
             f"samplers.{pool.name}.max_model_len",
             f"{pool.max_model_len} is more than model.max_context = {positions}",
@@ -62,7 +54,7 @@ def model_len(context: Context) -> Violations:
 
 
 @model_rule("samplers", runs="all")
-def model_positions(context: Context, config: ModelConfig) -> Violation | None:
+def model_positions(context: Context, config: ModelConfig) -> Found:
     """max_context must not exceed what the model's own config.json covers.
 
         model.max_context <= max_position_embeddings     x factor under linear or dynamic RoPE,
@@ -71,7 +63,12 @@ def model_positions(context: Context, config: ModelConfig) -> Violation | None:
     `max_context` is what the run believes; the config says for which positions the model was
     trained. vLLM refuses a longer `max_model_len` when it starts.
     """
-    model, covered = context.spec.model, _positions(config)
+    model, covered = context.spec.model, config.max_position_embeddings
+    scaling = config.rope_scaling
+    if isinstance(scaling, Linear | Dynamic):
+        covered = int(covered * scaling.factor)
+    elif isinstance(scaling, Yarn):
+        covered = max(covered, int(scaling.original_max_position_embeddings * scaling.factor))
     return relation(
         model.shape is not None or model.max_context <= covered,
         "model.max_context",
@@ -82,17 +79,8 @@ def model_positions(context: Context, config: ModelConfig) -> Violation | None:
     )
 
 
-def _positions(config: ModelConfig) -> int:
-    scaling, own = config.rope_scaling, config.max_position_embeddings
-    if isinstance(scaling, Linear | Dynamic):
-        return int(own * scaling.factor)
-    if isinstance(scaling, Yarn):
-        return max(own, int(scaling.original_max_position_embeddings * scaling.factor))
-    return own
-
-
 @rule("samplers")
-def packing_holds(context: Context) -> Violations:
+def packing_holds(context: Context) -> Found:
     """A packed row must hold the longest prompt with the longest output.
 
         max_prompt_tokens + max_new_tokens <= learner.packing.tokens
@@ -102,7 +90,7 @@ def packing_holds(context: Context) -> Violations:
     packed, prompt = context.spec.learner.packing.tokens, context.spec.data.max_prompt_tokens
     for pool in context.spec.samplers:
         new = pool.max_new_tokens
-        yield relation(
+        yield from relation(
             prompt + new <= packed,
             "learner.packing.tokens",
             f"{packed} cannot hold a sequence of pool {pool.name}: max_prompt_tokens {prompt} + "
@@ -113,7 +101,7 @@ def packing_holds(context: Context) -> Violations:
 
 
 @model_rule("samplers", runs="all")
-def attention_window(context: Context, config: ModelConfig) -> Violation | None:
+def attention_window(context: Context, config: ModelConfig) -> Found:
     """A packed row must not be longer than the model is exact for.
 
         learner.packing.tokens <= sliding window, or the length where dynamic RoPE begins to stretch
@@ -124,7 +112,7 @@ def attention_window(context: Context, config: ModelConfig) -> Violation | None:
     """
     limit, packed = config.exact_length, context.spec.learner.packing.tokens
     if limit is None:
-        return None
+        return ()
     return relation(
         packed <= limit,
         "learner.packing.tokens",
@@ -135,7 +123,7 @@ def attention_window(context: Context, config: ModelConfig) -> Violation | None:
 
 
 @model_rule("samplers", "warning")
-def cpu_head_size(context: Context, config: ModelConfig) -> Violations:
+def cpu_head_size(context: Context, config: ModelConfig) -> Found:
     """An engine on CPUs must be able to compute the model's heads.
 
     vLLM 0.32 has attention kernels on CPUs for heads of 32, 64, 80, 96, 112, 128, 160, 192, 224,
@@ -143,7 +131,7 @@ def cpu_head_size(context: Context, config: ModelConfig) -> Violations:
     first step ends the engine: `apply` does not start such a run. Tiny models for tests often have
     8 or 16.
     """
-    yield from unsupported_heads(context.spec, config)
+    return unsupported_heads(context.spec, config)
 
 
 def unsupported_heads(spec: RunSpec, config: ModelConfig) -> Iterator[Violation]:
@@ -165,7 +153,7 @@ def unsupported_heads(spec: RunSpec, config: ModelConfig) -> Iterator[Violation]
 
 
 @rule("samplers", "warning")
-def neutral_sampling(context: Context) -> Violations:
+def neutral_sampling(context: Context) -> Found:
     """Sampling should not cut the distribution that ratios are of: top_p 1, top_k off.
 
         token ~ softmax(logits / T) over the tokens kept
@@ -182,7 +170,7 @@ def neutral_sampling(context: Context) -> Violations:
             ("top_p", top_p, top_p == 1.0, "1.0"),
             ("top_k", top_k, top_k <= 0, "-1"),
         ):
-            yield relation(
+            yield from relation(
                 keeps_all,
                 f"samplers.{pool.name}.sampling.{field}",
                 f"{value} cuts the distribution that the learner's ratios are of",
@@ -192,7 +180,7 @@ def neutral_sampling(context: Context) -> Violations:
 
 
 @rule("samplers")
-def pool_devices(context: Context) -> Violations:
+def pool_devices(context: Context) -> Found:
     """A replica must have the devices that its parallelism divides the model over.
 
         parallel.tensor x parallel.data <= devices of a replica
@@ -207,7 +195,7 @@ def pool_devices(context: Context) -> Violations:
             continue
         devices = devices or 1
         short, copies = devices < ranks, pool.parallel.data
-        yield relation(
+        yield from relation(
             devices == ranks,
             f"samplers.{pool.name}.parallel.tensor",
             f"{ranks} ranks on {devices} device{'s' if devices > 1 else ''}"
@@ -219,7 +207,7 @@ def pool_devices(context: Context) -> Violations:
 
 
 @model_rule("samplers")
-def pool_heads(context: Context, config: ModelConfig) -> Violations:
+def pool_heads(context: Context, config: ModelConfig) -> Found:
     """Tensor parallelism of a pool must divide the model's heads.
 
         num_attention_heads mod tensor = 0
@@ -232,7 +220,7 @@ def pool_heads(context: Context, config: ModelConfig) -> Violations:
     fitting = [n for n in divisors(heads, heads) if kv_heads % n == 0 or n % kv_heads == 0]
     for pool in context.spec.samplers:
         ranks = pool.parallel.tensor
-        yield relation(
+        yield from relation(
             heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0),
             f"samplers.{pool.name}.parallel.tensor",
             f"{ranks} ranks cannot share {heads} heads and {kv_heads} key/value heads",
@@ -242,7 +230,7 @@ def pool_heads(context: Context, config: ModelConfig) -> Violations:
 
 
 @rule("samplers")
-def quantized_pool(context: Context) -> Violations:
+def quantized_pool(context: Context) -> Found:
     """A quantised pool must be on GPUs, and of dtype bfloat16 beside the quantised matrices.
 
     vLLM 0.32 rounds matrices to fp8 as it loads them, and leaves norms, embeddings and activations
@@ -252,13 +240,13 @@ def quantized_pool(context: Context) -> Violations:
     for pool in context.spec.samplers:
         if pool.quantization is None:
             continue
-        yield relation(
+        yield from relation(
             pool.hardware.kind != "cpu",
             f"samplers.{pool.name}.quantization",
             f"vLLM does not quantise to {pool.quantization} on CPUs",
             "set it to null",
         )
-        yield relation(
+        yield from relation(
             pool.dtype == "bfloat16",
             f"samplers.{pool.name}.dtype",
             f"{pool.quantization} matrices go with bfloat16 beside them, not {pool.dtype}",
@@ -267,7 +255,7 @@ def quantized_pool(context: Context) -> Violations:
 
 
 @rule("samplers")
-def trained_source(context: Context) -> Violation | None:
+def trained_source(context: Context) -> Found:
     """At least one source must be trained on.
 
         some data.sources[].train
@@ -285,7 +273,7 @@ def trained_source(context: Context) -> Violation | None:
 
 
 @rule("samplers")
-def evaluation_names(context: Context) -> Violations:
+def evaluation_names(context: Context) -> Found:
     """An evaluation must name a source, a reward term and a pool that the spec has.
 
     The evaluator asks the problems of `source`, grades all of them with the term `grader` where
@@ -313,7 +301,7 @@ def evaluation_names(context: Context) -> Violations:
 
 
 @rule("samplers")
-def evaluation_room(context: Context) -> Violations:
+def evaluation_room(context: Context) -> Found:
     """Prompt and answer of an evaluation must fit into the context of the evaluator's engine.
 
         data.max_prompt_tokens + evaluations[].max_new_tokens <= samplers[].max_model_len
@@ -328,7 +316,7 @@ def evaluation_room(context: Context) -> Violations:
         new = evaluation.max_new_tokens
         if pool is None or new is None:
             continue
-        yield relation(
+        yield from relation(
             prompt + new <= pool.max_model_len,
             f"evaluations.{evaluation.name}.max_new_tokens",
             f"{prompt} tokens of a prompt and {new} of an answer, {pool.max_model_len} fit",

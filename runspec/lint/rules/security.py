@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 
 from runspec.core.address import is_loopback, parse_url, server_urls
-from runspec.core.spec.schema import RunSpec, SamplerPool
-from runspec.lint.registry import Context, Violation, Violations, rule
-from runspec.lock.cache import is_on_hub
+from runspec.core.schema import RunSpec, SamplerPool
+from runspec.lint import Context, Found, Violation, relation, rule
+from runspec.lock import COMMIT, is_on_hub
 
 # Prefixes: docs.github.com "About authentication", huggingface.co "User access tokens",
 # docs.gitlab.com "Token overview", api.slack.com "Token types", docs.aws.amazon.com "IAM
@@ -31,7 +31,6 @@ _TELLING_KEY = re.compile(
     r"(?i)(?:^|[_-])(?:token|secret|passw(?:or)?d|credentials?|(?:api|access|secret|private)[_-]?key)$"
 )
 _RANDOM = re.compile(r"(?=\S*[0-9])(?=\S*[A-Za-z])[A-Za-z0-9+/=_.~-]{16,}")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def untrusted_pools(spec: RunSpec) -> list[SamplerPool]:
@@ -51,7 +50,7 @@ def is_elsewhere(pool: SamplerPool, spec: RunSpec) -> bool:
 
 
 @rule("security")
-def plain_http(context: Context) -> Violations:
+def plain_http(context: Context) -> Found:
     """Servers that an untrusted pool fetches from must be asked over HTTPS.
 
         url = https://..., or its host is this machine
@@ -75,7 +74,7 @@ def plain_http(context: Context) -> Violations:
 
 
 @rule("security")
-def public_address(context: Context) -> Violations:
+def public_address(context: Context) -> Found:
     """What strangers must reach has a public address.
 
         placement.url and broadcast.origin.url are given, where an untrusted pool is elsewhere
@@ -88,18 +87,19 @@ def public_address(context: Context) -> Violations:
     spec = context.spec
     pools = [pool for pool in untrusted_pools(spec) if is_elsewhere(pool, spec)]
     elsewhere = [pool.name for pool in pools if pool.hardware.kind != "cpu"]
-    urls = {("placement",): spec.placement.url, ("broadcast", "origin"): spec.broadcast.origin.url}
+    urls = {"placement": spec.placement.url, "broadcast.origin": spec.broadcast.origin.url}
     for where, url in urls.items():
-        if url is None and elsewhere:
-            yield Violation(
-                (*where, "url"),
+        if elsewhere:
+            yield from relation(
+                url is not None,
+                f"{where}.url",
                 f"is null, and pool {elsewhere[0]} is untrusted and on other machines",
-                suggestion="the https:// address of a proxy before it (docs/public-runs.md)",
+                "the https:// address of a proxy before it (docs/public-runs.md)",
             )
 
 
 @rule("security")
-def unsigned_weights(context: Context) -> Violations:
+def unsigned_weights(context: Context) -> Found:
     """Workers on other machines must know the root key that weights are signed under.
 
         identity.root_public_key is given, where an untrusted pool is elsewhere
@@ -123,7 +123,7 @@ def unsigned_weights(context: Context) -> Violations:
 
 
 @rule("security")
-def inline_secret(context: Context) -> Violations:
+def inline_secret(context: Context) -> Found:
     """A secret must be named under `secrets`, never written into a spec.
 
     A spec is in git, in pull requests, in spec.json of every run and with every worker. What is
@@ -133,8 +133,8 @@ def inline_secret(context: Context) -> Violations:
     `data.sources[].params`. The finding does not quote them.
     """
     for location, text in _texts(context.spec.model_dump(mode="python", by_alias=True)):
-        kind = secret_kind(text, key=_free_key(location))
-        if kind:
+        key = str(location[-1]) if "params" in location[:-1] else ""
+        if kind := secret_kind(text, key):
             yield Violation(
                 location,
                 f"holds what looks like {kind}",
@@ -159,11 +159,6 @@ def _texts(
             yield from _texts(inner, (*location, name))
 
 
-def _free_key(location: tuple[str | int, ...]) -> str:
-    """Return the key of a value in a free map; empty elsewhere."""
-    return str(location[-1]) if "params" in location[:-1] else ""
-
-
 def secret_kind(text: str, key: str = "") -> str:
     """Return the kind of credential that a text looks like; empty for none.
 
@@ -179,7 +174,7 @@ def secret_kind(text: str, key: str = "") -> str:
 
 
 @rule("reproducibility")
-def unpinned_revision(context: Context) -> Violations:
+def unpinned_revision(context: Context) -> Found:
     """What comes from a hub must be pinned to a commit.
 
         revision is a commit of 40 hexadecimal digits, or the lock beside the spec has one
@@ -189,29 +184,21 @@ def unpinned_revision(context: Context) -> Violations:
     tokenizer or `hf://` data belongs into `revision`; or `runspec lock` writes all of them into
     `<spec>.lock.yaml`. Local directories have no revision.
     """
-    for path, name, revision in _hub_names(context):
-        if not _COMMIT.fullmatch(revision or "") and not _is_locked(context, path, name):
-            said = f"{revision!r}, which may move" if revision else "no commit"
-            yield Violation(
-                (*path, "revision"),
-                f"{name} is pinned to {said}",
-                suggestion="set revision to the commit, or run `runspec lock`",
-            )
-
-
-def _is_locked(context: Context, path: tuple[str, ...], name: str) -> bool:
-    """Whether the lock has a commit for this very name."""
-    pin = context.lock.pins.get(".".join(path)) if context.lock else None
-    return pin is not None and pin.source == name and pin.commit is not None
-
-
-def _hub_names(context: Context) -> Iterator[tuple[tuple[str, ...], str, str | None]]:
-    """Location, name and revision of what comes from a hub."""
     model, tokenizer = context.spec.model, context.spec.model.tokenizer
-    if model.hf is not None and is_on_hub(model.hf, context.folder):
-        yield ("model",), model.hf, model.revision
-    if tokenizer is not None and is_on_hub(tokenizer.hf, context.folder):
-        yield ("model", "tokenizer"), tokenizer.hf, tokenizer.revision
+    named = [("model", model.hf or "", model.revision)]
+    named += [("model.tokenizer", tokenizer.hf, tokenizer.revision)] if tokenizer else []
+    from_hub = [one for one in named if is_on_hub(one[1], context.folder)]
     for source in context.spec.data.sources:
         if source.uri is not None and source.uri.startswith("hf://"):
-            yield ("data", "sources", source.name), source.uri, source.revision
+            from_hub.append((f"data.sources.{source.name}", source.uri, source.revision))
+    for path, name, revision in from_hub:
+        if COMMIT.fullmatch(revision or ""):
+            continue  # without it, the lock must have a commit for this very name
+        pin = context.lock.pins.get(path) if context.lock else None
+        yield from relation(
+            pin is not None and pin.source == name and pin.commit is not None,
+            f"{path}.revision",
+            f"{name} is pinned to "
+            + (f"{revision!r}, which may move" if revision else "no commit"),
+            "set revision to the commit, or run `runspec lock`",
+        )

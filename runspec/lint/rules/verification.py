@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from runspec.core.errors import UserError
-from runspec.core.spec.load import profile_text
-from runspec.core.spec.role_names import elsewhere, validator_names
+from runspec.core.schema.load import profile_text
+from runspec.core.schema.role_names import elsewhere, validator_names
 from runspec.estimate.speed import step_seconds, tokens_to_check, validator_tokens_per_s
-from runspec.lint.registry import Context, Violation, Violations, relation, rule
+from runspec.lint import Context, Found, Violation, relation, rule
 from runspec.lint.rules.security import untrusted_pools
 from verify.thresholds import CALIBRATED, precision_of
 
@@ -21,7 +21,7 @@ EXECUTING_KINDS = ("code",)
 
 
 @rule("verification")
-def no_validators(context: Context) -> Violation | None:
+def no_validators(context: Context) -> Found:
     """Somebody must check submissions and grade them.
 
         verify.validators >= 1
@@ -39,7 +39,7 @@ def no_validators(context: Context) -> Violation | None:
 
 
 @rule("verification")
-def untrusted_unseeded(context: Context) -> Violations:
+def untrusted_unseeded(context: Context) -> Found:
     """An untrusted pool must sample by the noise of its leases.
 
         token = argmax_v( logits_v / T + noise(lease, group, sample, position, v) )
@@ -49,7 +49,7 @@ def untrusted_unseeded(context: Context) -> Violations:
     its tokens from another model and prefills with the right one (DiFR, arXiv 2511.20621).
     """
     for pool in untrusted_pools(context.spec):
-        yield relation(
+        yield from relation(
             pool.sampling.seeded,
             f"samplers.{pool.name}.sampling.seeded",
             "an untrusted pool must sample by the lease's seed: without it best-of-n cannot be "
@@ -59,7 +59,7 @@ def untrusted_unseeded(context: Context) -> Violations:
 
 
 @rule("verification")
-def untrusted_unproven(context: Context) -> Violations:
+def untrusted_unproven(context: Context) -> Found:
     """Some of what an untrusted pool sends must be recomputed.
 
         prefill_share > 0  and  prefill_floor > 0
@@ -75,7 +75,7 @@ def untrusted_unproven(context: Context) -> Violations:
         ("prefill_floor", verify.prefill_floor, "at the best reputation nothing", 0.1),
     ):
         for pool in pools[:1]:
-            yield relation(
+            yield from relation(
                 share != 0.0,
                 f"verify.{name}",
                 f"{what} of the untrusted pool {pool.name} would ever be recomputed",
@@ -85,7 +85,7 @@ def untrusted_unproven(context: Context) -> Violations:
 
 
 @rule("verification")
-def prefill_floor(context: Context) -> Violation | None:
+def prefill_floor(context: Context) -> Found:
     """Good work must not be recomputed more often than a new worker's.
 
         prefill_floor <= prefill_share
@@ -95,7 +95,7 @@ def prefill_floor(context: Context) -> Violation | None:
     """
     floor, share = context.spec.verify.prefill_floor, context.spec.verify.prefill_share
     if floor is None:
-        return None
+        return ()
     return relation(
         floor <= share,
         "verify.prefill_floor",
@@ -106,7 +106,7 @@ def prefill_floor(context: Context) -> Violation | None:
 
 
 @rule("verification")
-def unsandboxed_grading(context: Context) -> Violations:
+def unsandboxed_grading(context: Context) -> Found:
     """A grader that executes what the model wrote must do so in a sandbox.
 
         reward[].sandboxed, where its kind is code
@@ -120,7 +120,7 @@ def unsandboxed_grading(context: Context) -> Violations:
     pools = untrusted_pools(context.spec)
     author = f"whoever runs pool {pools[0].name}" if pools else "the model"
     for term in context.spec.reward:
-        yield relation(
+        yield from relation(
             term.kind not in EXECUTING_KINDS or term.sandboxed,
             f"reward.{term.name}.sandboxed",
             f"kind {term.kind} would run, unconfined, what {author} wrote",
@@ -130,7 +130,7 @@ def unsandboxed_grading(context: Context) -> Violations:
 
 
 @rule("verification")
-def in_flight_updates(context: Context) -> Violations:
+def in_flight_updates(context: Context) -> Found:
     """A rollout of an untrusted pool must be of one policy version from first token to last.
 
         in_flight_updates  =>  trust = trusted
@@ -140,7 +140,7 @@ def in_flight_updates(context: Context) -> Violations:
     name each token's version, and those rollouts are believed without a prefill.
     """
     for pool in untrusted_pools(context.spec):
-        yield relation(
+        yield from relation(
             not pool.in_flight_updates,
             f"samplers.{pool.name}.in_flight_updates",
             "a validator could not reproduce a rollout that spans two versions",
@@ -149,7 +149,7 @@ def in_flight_updates(context: Context) -> Violations:
 
 
 @rule("verification")
-def engine_hardware(context: Context) -> Violation | None:
+def engine_hardware(context: Context) -> Found:
     """The prefill engine must run on the validators' hardware.
 
         engine = torch  =>  verify.hardware is no TPU
@@ -159,7 +159,7 @@ def engine_hardware(context: Context) -> Violation | None:
     """
     verify = context.spec.verify
     if verify.engine != "torch" or verify.hardware is None:
-        return None
+        return ()
     return relation(
         not verify.hardware.kind.startswith("tpu"),
         "verify.engine",
@@ -169,7 +169,7 @@ def engine_hardware(context: Context) -> Violation | None:
 
 
 @rule("verification")
-def validator_hardware(context: Context) -> Violation | None:
+def validator_hardware(context: Context) -> Found:
     """Validators must not share the learner's accelerators.
 
         verify.hardware is given, where the learner is on accelerators and validators start here
@@ -189,7 +189,7 @@ def validator_hardware(context: Context) -> Violation | None:
 
 
 @rule("verification")
-def validator_capacity(context: Context) -> Violation | None:
+def validator_capacity(context: Context) -> Found:
     """Validators must check rollouts as fast as they come.
 
         validators x tokens_per_s >= rollouts x length x prefill_share / step_s
@@ -203,7 +203,7 @@ def validator_capacity(context: Context) -> Violation | None:
     spec, count = context.spec, context.spec.verify.validators
     rate, step_s = validator_tokens_per_s(spec, context.config), step_seconds(spec, context.config)
     if not rate or not step_s or count == 0:
-        return None
+        return ()
     arriving = tokens_to_check(spec) / step_s
     return relation(
         count * rate >= arriving,
@@ -220,7 +220,7 @@ def validator_capacity(context: Context) -> Violation | None:
 
 
 @rule("verification")
-def uncalibrated_precision(context: Context) -> Violations:
+def uncalibrated_precision(context: Context) -> Found:
     """Proofs may be asked of a pool only where somebody measured what honest ones look like.
 
         (sampler, validator) is calibrated, or verify.profiles has one for the pool, or
@@ -256,7 +256,7 @@ def uncalibrated_precision(context: Context) -> Violations:
 
 
 @rule("verification")
-def calibration_profile(context: Context) -> Violations:
+def calibration_profile(context: Context) -> Found:
     """A profile must be signed by the run's root key, in date, and of this run's pools and model.
 
         signed by identity.root_public_key,   now <= expires,   one profile a pool
@@ -330,15 +330,13 @@ def _profiles(context: Context) -> dict[str, Profile | str]:
         try:
             text = profile_text(item, context.folder)
             found[item.name] = open_profile(text.encode("utf-8", "replace"), root_public_key=root)
-        except UserError as error:
-            found[item.name] = error.thing
-        except BadSignature as error:
-            found[item.name] = str(error)
+        except (UserError, BadSignature) as error:
+            found[item.name] = error.thing if isinstance(error, UserError) else str(error)
     return found
 
 
 @rule("verification", "warning")
-def unused_thresholds(context: Context) -> Violations:
+def unused_thresholds(context: Context) -> Found:
     """Thresholds should be of a precision that some pool has.
 
     Limits are looked up by the pool's precision, its quantization or its dtype. Those of a
@@ -346,7 +344,7 @@ def unused_thresholds(context: Context) -> Violations:
     """
     present = sorted({precision_of(pool) for pool in context.spec.samplers})
     for limits in context.spec.verify.thresholds:
-        yield relation(
+        yield from relation(
             limits.name in present,
             f"verify.thresholds.{limits.name}",
             f"no pool computes in {limits.name}; there is {', '.join(present)}",
@@ -355,7 +353,7 @@ def unused_thresholds(context: Context) -> Violations:
 
 
 @rule("verification")
-def thresholds_order(context: Context) -> Violations:
+def thresholds_order(context: Context) -> Found:
     """The limit of a mean must not exceed the limit of its parts.
 
         logprob_submission <= logprob_rollout,   gap_mean <= gap <= gap_max
@@ -371,7 +369,7 @@ def thresholds_order(context: Context) -> Violations:
             ("gap", "gap_max"),
         ):
             below, above = getattr(limits, low), getattr(limits, high)
-            yield relation(
+            yield from relation(
                 below <= above,
                 f"verify.thresholds.{limits.name}.{low}",
                 f"{below:g} is above {high} = {above:g}",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from runspec.core.spec.schema import Monitor as MonitorSpec
+from runspec.core.schema import Monitor as MonitorSpec
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from runspec.core.errors import UserError, describe_error
 from runspec.core.files import expand_user, read_bounded, write_atomic
 from runspec.core.process import EXIT_USER_ERROR, not_retried
 from runspec.core.run_files import METRICS_FILE, SAMPLES_FILE, evaluation_files, monitor_folder
-from runspec.core.spec.load import MAX_BYTES, dump_resolved
-from runspec.core.spec.plugins import MONITOR_GROUP
-from runspec.core.spec.schema import Monitor as MonitorSpec
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import Monitor as MonitorSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import MAX_BYTES, dump_resolved
+from runspec.core.schema.source_files import MONITOR_GROUP
 from runspec.local.metrics import JsonLines, Row, read_rows
 from runspec.local.monitors import Entry, Monitor, Target
 from runspec.local.run_dir import hold, holder

@@ -17,7 +17,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, ClassVar
 
-from runspec.core.spec.schema import Reward
+from runspec.core.schema.training import Reward
 from sampler.sandbox import PYTHON, Limits, run, start
 from sampler.tasks.interfaces import Score, TaskTerm
 from sampler.tasks.launch import Channel, ChannelClosed, NoMessage, Overdue, mechanisms

@@ -13,9 +13,8 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from learner_jax.corpus.packed import Corpus, CorpusRows, open_corpus
-from runspec.core.models.decoder import hf_config
-from runspec.core.models.family import model_config
-from runspec.core.spec.schema import RunSpec
+from runspec.core.models.family import hf_config, model_config
+from runspec.core.schema import RunSpec
 from tests.learner_jax.conftest import tiny_spec
 
 LOG = logging.getLogger("corpus")

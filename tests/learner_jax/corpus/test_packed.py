@@ -25,7 +25,7 @@ from learner_jax.corpus.packed import (
 from learner_jax.corpus.sources import GeneratedReads
 from runspec.core.errors import UserError
 from runspec.core.files import temporary_name
-from runspec.core.spec.load import SpecFiles
+from runspec.core.schema.load import SpecFiles
 from runspec.lint.check import check_spec
 from tests.harness import ROOT
 from tests.learner_jax.corpus.corpora import (

@@ -16,8 +16,8 @@ from learner_jax.corpus import documents
 from learner_jax.corpus.documents import Counts, Document, kind_of, read_documents
 from learner_jax.corpus.sources import Conversation, check_documents, read_rows
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import RunSpec, Source
-from tests.runspec.core.spec.spec_files import DOCUMENTS, load
+from runspec.core.schema import RunSpec, Source
+from tests.runspec.core.schema.spec_files import DOCUMENTS, load
 
 
 def texts(path: Path, counts: Counts | None = None) -> list[str]:

@@ -25,10 +25,10 @@ from learner_jax.learner_run import IslandLink
 from learner_jax.warm_start import draw_initial_model
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import state_folder
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import dump_resolved, load_resolved
+from runspec.core.schema.role_names import island_names
 from runspec.core.signed import SigningKey
-from runspec.core.spec.load import dump_resolved, load_resolved
-from runspec.core.spec.role_names import island_names
-from runspec.core.spec.schema import RunSpec
 from tests.broadcast.conftest import Served
 from tests.learner_jax.test_document_runs import document_spec
 from tests.waiting import eventually

@@ -18,7 +18,7 @@ from learner_jax.islands.shares import Silent
 from learner_jax.islands.state import KEPT_PERIODS, Behind, OuterState, outer_update
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import Islands
+from runspec.core.schema import Islands
 from tests.waiting import eventually
 from verify.formats.batch import (
     CommitRecord,

@@ -27,7 +27,7 @@ from learner_jax.step import Programs, build_programs
 from learner_jax.supervised import supervised_step
 from learner_jax.warm_start import model_config
 from runspec.core.models.family import load_config
-from runspec.core.spec.schema import Outer
+from runspec.core.schema import Outer
 from tests.learner_jax.conftest import changed
 from tests.learner_jax.test_gradients import CONFIG as DOCUMENT_CONFIG
 from tests.learner_jax.test_gradients import params_of

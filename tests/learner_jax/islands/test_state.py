@@ -27,8 +27,8 @@ from learner_jax.leaves import HostLeaves, leaf_path
 from learner_jax.sharding import make_mesh
 from learner_jax.step import Programs, TrainState, build_programs
 from learner_jax.warm_start import model_config
-from runspec.core.spec.role_names import island_spec
-from runspec.core.spec.schema import Outer, RunSpec
+from runspec.core.schema import Outer, RunSpec
+from runspec.core.schema.role_names import island_spec
 from tests.learner_jax.test_document_runs import document_spec
 from verify.formats.batch import CommitRecord, Contribution, Dropped
 

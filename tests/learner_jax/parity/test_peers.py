@@ -29,7 +29,7 @@ from learner_jax.batch import group_advantages
 from learner_jax.logprobs import token_logprobs
 from learner_jax.loss import grpo_loss, token_weights
 from learner_jax.packing import LossInputs
-from runspec.core.spec.schema import Grpo
+from runspec.core.schema import Grpo
 
 RECORDED = json.loads(VECTORS.read_text())
 GIVEN = RECORDED["given"]

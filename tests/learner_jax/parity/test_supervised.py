@@ -22,7 +22,7 @@ from learner_jax.sharding import make_mesh
 from learner_jax.step import build_programs
 from learner_jax.supervised import supervised_step
 from runspec.core.models.family import load_config
-from runspec.core.spec.schema import Mesh, Optimizer, ZLoss
+from runspec.core.schema import Mesh, Optimizer, ZLoss
 from tests.learner_jax.families import in_double
 from tests.learner_jax.test_supervised import rows_of, supervised_spec
 

@@ -11,7 +11,7 @@ from bridge.publisher import Publisher
 from broadcast.layout import manifest_name
 from runspec.core.files import write_atomic
 from runspec.core.run_files import params_folder, weights_folder
-from runspec.core.spec.load import dump_resolved
+from runspec.core.schema.load import dump_resolved
 from runspec.local.identity import make_identity
 from sampler.tasks.traces import build_warm_start_data
 from tests.runspec.local.fake_run import small_spec

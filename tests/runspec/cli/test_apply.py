@@ -18,7 +18,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from runspec.cli.init import initial_files
-from runspec.core import object_store
+from runspec.core import files
 from tests.harness import ROOT, TARGET_SHORT
 from tests.object_store import s3_server
 from tests.runspec.cli.in_process import runspec
@@ -318,7 +318,7 @@ def silent_server() -> Iterator[str]:
     ],
 )
 def test_an_object_store_that_cannot_be_used(tmp_path, monkeypatch, wrong, reason):
-    monkeypatch.setitem(object_store.RETRIES, "max_retries", 1)
+    monkeypatch.setitem(files.RETRIES, "max_retries", 1)
     with s3_server() as environment, silent_server() as silent:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
@@ -326,7 +326,7 @@ def test_an_object_store_that_cannot_be_used(tmp_path, monkeypatch, wrong, reaso
             monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
         elif wrong == "silence":
             monkeypatch.setenv("AWS_ENDPOINT_URL", silent)
-            monkeypatch.setattr(object_store, "DEADLINE_S", 1.0)
+            monkeypatch.setattr(files, "DEADLINE_S", 1.0)
         elif wrong == "no driver":
             monkeypatch.setitem(sys.modules, "tensorstore", None)
         folder = ("--set", "checkpoints.dir=s3://nobody-has-it/checkpoints")

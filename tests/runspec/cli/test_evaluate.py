@@ -31,7 +31,7 @@ from runspec.cli.evaluate import (
 from runspec.core.entry_points import Asked, Measured
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.models.family import named_model
-from runspec.core.spec.schema import RunSpec, Source
+from runspec.core.schema import RunSpec, Source
 from runspec.local.backend import StopSignals
 from sampler.tasks.answers import Answer
 from sampler.tasks.graders import Graders

@@ -16,11 +16,11 @@ import pytest
 from runspec.cli.checks import sound_spec
 from runspec.cli.init import MODELINES, TEMPLATES
 from runspec.core.models.family import named_model
-from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.role_names import validator_names, worker_names
-from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.validate import to_python
-from runspec.core.spec.yaml_nodes import parse_yaml
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import SpecFiles
+from runspec.core.schema.role_names import validator_names, worker_names
+from runspec.core.schema.validate import to_python
+from runspec.core.schema.yaml_nodes import parse_yaml
 from runspec.lint.check import check_spec
 from runspec.local.machine import look
 from runspec.local.preflight import missing

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from runspec.cli import main
-from runspec.lint.registry import RULES, Context
+from runspec.lint import RULES, Context
 from tests.harness import ROOT, TARGET_SHORT
 from tests.runspec.cli.in_process import runspec
-from tests.runspec.core.spec.spec_files import small_spec, write
+from tests.runspec.core.schema.spec_files import small_spec, write
 
 BAD = "stepss: 4\nname: no\n"
 """An error and a warning, each with a fix."""

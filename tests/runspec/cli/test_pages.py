@@ -13,10 +13,10 @@ from runspec.cli.explain import WIDTH, explain_command, find_pages, topics
 from runspec.cli.lint import render_command
 from runspec.core import entry_points
 from runspec.core.entry_points import LISTS, install_command, list_command
-from runspec.core.spec.load import SpecFiles, load_layers
+from runspec.core.schema.load import SpecFiles, load_layers
 from runspec.local.machine import Facts, Machine
 from tests.harness import ROOT, TARGET_SHORT
-from tests.runspec.core.spec.spec_files import SHIPPED, SMALL, SPECS, small_spec, write
+from tests.runspec.core.schema.spec_files import SHIPPED, SMALL, SPECS, small_spec, write
 from tests.runspec.local import test_preflight
 
 pytestmark = pytest.mark.slow

@@ -17,14 +17,14 @@ from runspec.cli.plan import diff_command, plan_command
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.load import SpecFiles, load_layers, spec_digest, with_profiles
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import SpecFiles, load_layers, spec_digest, with_profiles
 from runspec.local.planning import StalePlan
 from runspec.local.state import RunState
+from runspec.plan import BadPlan
 from runspec.plan.aot import AotReport, compile_step
-from runspec.plan.saved import BadPlan
 from tests.harness import TARGET_SHORT
-from tests.runspec.core.spec.spec_files import small_spec as spec_in
+from tests.runspec.core.schema.spec_files import small_spec as spec_in
 from tests.runspec.local.fake_run import prepared, small_spec
 from tests.verify.profiles import document, made_profile
 

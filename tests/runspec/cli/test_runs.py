@@ -23,7 +23,7 @@ from bridge.conversion import export_checkpoint, import_model
 from runspec.cli.apply import LiveView, PlainView
 from runspec.cli.status import status_command
 from runspec.core.files import write_atomic
-from runspec.core.spec.load import dump_resolved
+from runspec.core.schema.load import dump_resolved
 from runspec.local.prepare import NotReady
 from runspec.local.state import RoleRow, RunState
 from sampler.tasks.traces import build_warm_start_data

@@ -20,10 +20,10 @@ from runspec.cli import follow
 from runspec.cli.follow import Follower, Versions
 from runspec.cli.serve import await_end, print_reply, served
 from runspec.core.errors import UserError
-from runspec.core.follow_protocol import Move, Reply, encode
+from runspec.core.process import Move, Reply, encode
 from runspec.core.run_files import weights_folder
+from runspec.core.schema.load import load_resolved
 from runspec.core.signed import SigningKey
-from runspec.core.spec.load import load_resolved
 from runspec.local.model_folders import published_version
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.cli.published import RUN, first_versions, flip_bit, publish_again, publish_run

@@ -16,8 +16,8 @@ from subprocess import CompletedProcess
 import pytest
 
 from runspec.core.roles import sign_roles
+from runspec.core.schema.load import load_resolved
 from runspec.core.signed import SigningKey
-from runspec.core.spec.load import load_resolved
 from runspec.local.bundle import load_bundle
 from runspec.local.run_dir import hold
 from tests.harness import ROOT, TARGET_SHORT

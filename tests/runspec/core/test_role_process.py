@@ -25,7 +25,7 @@ from aiohttp import web
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from runspec.core import metrics, process
+from runspec.core import http_server, process
 from runspec.core.connection_limits import (
     ConnectionLimiter,
     ConnectionLimits,
@@ -41,8 +41,7 @@ from runspec.core.files import (
     write_atomic,
 )
 from runspec.core.http_client import LateAnswer, LongAnswer, NoAnswer, fetch, fetch_now, new_session
-from runspec.core.http_server import serving
-from runspec.core.metrics import counter, gauge, serve_metrics
+from runspec.core.http_server import counter, gauge, serve_metrics, serving
 from tests.broadcast.scripted import Peer, Scripted
 from tests.waiting import eventually
 
@@ -241,9 +240,9 @@ class Figures(Collector):
 
 def test_a_role_has_its_figures_and_one_that_breaks_costs_one_answer(monkeypatch, capfd):
     # given a role that serves its figures at any free port
-    figures, ports, start = Figures(), list[int](), metrics.start_http_server
+    figures, ports, start = Figures(), list[int](), http_server.start_http_server
     monkeypatch.setattr(
-        *(metrics, "start_http_server"),
+        *(http_server, "start_http_server"),
         lambda *where, **what: ports.append(start(*where, **what)[0].server_port),
     )
     serve_metrics("127.0.0.1:0", figures, LOG)

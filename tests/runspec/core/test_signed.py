@@ -15,8 +15,17 @@ from runspec.core.canonical import (
     hash_parts,
     parse_object,
 )
-from runspec.core.latest import Latest, open_latest, sign_latest
-from runspec.core.roles import Roles, make_invite, open_invite, open_roles, sign_roles, use_invite
+from runspec.core.roles import (
+    Latest,
+    Roles,
+    make_invite,
+    open_invite,
+    open_latest,
+    open_roles,
+    sign_latest,
+    sign_roles,
+    use_invite,
+)
 from runspec.core.signed import (
     BadSignature,
     SignedDocument,

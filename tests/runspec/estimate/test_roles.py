@@ -20,7 +20,7 @@ from runspec.core.models.parameters import (
     trained_count,
     useful_flops,
 )
-from runspec.core.spec.schema import Broadcast, Lora, Origin, Relay, RunSpec
+from runspec.core.schema import Broadcast, Lora, Origin, Relay, RunSpec
 from runspec.estimate import broadcast, speed
 from runspec.estimate.assumed import changed_share
 from runspec.estimate.learner import learner_memory
@@ -189,8 +189,8 @@ def relay(name: str, upstream: str = "origin", **rates: float) -> Relay:
 
 def test_a_chain_is_as_slow_as_its_slowest_link_and_a_chunk_for_each_hop():
     # 62 GB at the published 590 Mb/s of INTELLECT-2: 14 minutes
-    times = broadcast.broadcast_times(links(download=590e6), 62e9)
-    assert times["pool-0"] / 60 == pytest.approx(14.0, rel=0.01)
+    [alone] = broadcast.arrivals(links(download=590e6), 62e9)
+    assert alone.seconds / 60 == pytest.approx(14.0, rel=0.01)
     chain = relay("eu", download=2e6), relay("far", "eu", download=1e6)
     found = {
         arrival.name: arrival for arrival in broadcast.arrivals(links(*chain, download=32e6), 64e6)
@@ -204,8 +204,8 @@ def test_a_chain_is_as_slow_as_its_slowest_link_and_a_chunk_for_each_hop():
 def test_workers_take_relays_in_turn_or_the_one_that_their_pool_prefers():
     relays = [relay("a", upload=1e6), relay("b", upload=1e6)]
     for prefers, seconds in (({}, 128.0), ({"relays": ["b", "a"]}, 256.0)):
-        times = broadcast.broadcast_times(links(*relays, replicas=4, **prefers), 64e6)
-        assert set(times.values()) == {seconds}
+        found = broadcast.arrivals(links(*relays, replicas=4, **prefers), 64e6)
+        assert {arrival.seconds for arrival in found} == {seconds}
 
 
 RATES = st.floats(1e5, 1e9)
@@ -286,9 +286,10 @@ def test_pools_share_the_rollouts_and_a_step_lasts_as_long_as_its_slower_side():
     pool = "samplers.volunteers={tokens_per_s: 1000, replicas: 2}"
     spec, config = shipped(pool, f"samplers.other={other}tokens_per_s: 3000}}", estimate)
     # then 256 groups of 16 rollouts of 5,000 tokens take them 4,096 s
-    assert speed.sampling_seconds(spec, config) == pytest.approx(256 * 16 * 5000 / 5000)
-    slow, fast = (shipped(f"samplers.volunteers.tokens_per_s={rate}")[0] for rate in (100, 1e9))
-    assert speed.step_seconds(slow, config) == speed.sampling_seconds(slow, config)
+    assert speed.step_seconds(spec, config) == pytest.approx(256 * 16 * 5000 / 5000)
+    rates = (50, 100, 1e9)
+    slower, slow, fast = (shipped(f"samplers.volunteers.tokens_per_s={rate}")[0] for rate in rates)
+    assert speed.step_seconds(slower, config) == pytest.approx(2 * speed.step_seconds(slow, config))
     assert speed.step_seconds(fast, config) == speed.learner_seconds(fast, config)
 
 

@@ -15,13 +15,12 @@ from runspec.cli.estimate_view import show_estimate
 from runspec.core.errors import UserError
 from runspec.core.models.family import model_config
 from runspec.core.models.parameters import forward_flops, useful_flops
-from runspec.core.spec.schema import RunSpec
-from runspec.estimate.assumed import REPORT_TRIPS, ROUND_TRIPS, SHARE_BYTES_S
-from runspec.estimate.inputs import hourly_prices
-from runspec.estimate.islands import IslandsEstimate
+from runspec.core.schema import RunSpec
+from runspec.estimate.assumed import REPORT_TRIPS, ROUND_TRIPS, SHARE_BYTES_S, cost
+from runspec.estimate.broadcast import IslandsEstimate
 from runspec.estimate.speed import step_seconds
 from runspec.plan.estimate import RunEstimate, estimate_run
-from runspec.simulate.model import draws
+from runspec.simulate import draws
 from runspec.simulate.run import simulate
 from tests.runspec.supervised import shipped, supervised_spec
 
@@ -268,7 +267,7 @@ def test_every_islands_hardware_is_paid_and_an_unknown_peak_named():
     rented = {"name": "b", "hardware": {**CPU, "count": 4, "price_per_hour": 5.0}}
     islands = {"members": [{"name": "a"}, rented, {"name": "c"}]}
     spec = supervised_spec(learner={"hardware": paid, "islands": islands})
-    assert hourly_prices(spec) == {"learner": 6.0, "island-b": 20.0, "island-c": 6.0}
+    assert cost(spec, None).by_role == {"learner": 6.0, "island-b": 20.0, "island-c": 6.0}
     members = [{"name": "a"}, {"name": "b", "hardware": {"kind": "mine"}}]
     estimate, found = of_islands(members=members)
     assert estimate.unknown == ("learner.islands.members.b.hardware.peak_flops",)

@@ -12,14 +12,13 @@ from typing import get_args
 import pytest
 
 from runspec.core.errors import UserError
-from runspec.core.spec.findings import Finding, Place
-from runspec.core.spec.load import SpecFiles
+from runspec.core.schema.findings import Finding, Place
+from runspec.core.schema.load import SpecFiles
+from runspec.lint import RULES, Group
 from runspec.lint.check import CheckedFiles, Unreadable, check_files, selection
-from runspec.lint.fix import fix_texts, write_fixed
-from runspec.lint.formats import FORMATS, render
-from runspec.lint.registry import RULES, Group
+from runspec.lint.formats import FORMATS, fix_texts, render, write_fixed
 from tests.harness import ROOT
-from tests.runspec.core.spec.spec_files import codes, load, small_spec, write
+from tests.runspec.core.schema.spec_files import codes, load, small_spec, write
 
 PAGE = ROOT / "docs" / "lint.md"
 HEADING = "## Rules\n"

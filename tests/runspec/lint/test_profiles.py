@@ -11,8 +11,8 @@ import pytest
 from runspec.cli.checks import sound_spec
 from runspec.cli.plan import plan_command
 from runspec.core.errors import UserError
-from runspec.core.spec.load import SpecFiles
-from tests.runspec.core.spec.spec_files import EXAMPLES, find
+from runspec.core.schema.load import SpecFiles
+from tests.runspec.core.schema.spec_files import EXAMPLES, find
 from tests.verify.profiles import ROOT, document, made_profile
 from verify.profile import limits_by_pool
 from verify.thresholds import FLOAT32

@@ -6,21 +6,21 @@ Cases are values laid over the specs that the rules' examples extend.
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from runspec.cli.checks import located
 from runspec.core.models.parameters import CPU_HEAD_SIZES
-from runspec.core.spec.findings import format_finding
-from runspec.core.spec.layers import ParsedFiles
-from runspec.core.spec.load import SpecFiles
+from runspec.core.schema import yaml_nodes
+from runspec.core.schema.findings import format_finding
+from runspec.core.schema.load import SpecFiles
 from runspec.core.tokenizer_files import TEMPLATE_DATE
-from runspec.lint import check
-from runspec.lint.registry import RULES
+from runspec.lint import RULES, check
 from runspec.lint.rules.security import secret_kind
-from tests.runspec.core.spec import spec_files
-from tests.runspec.core.spec.spec_files import BASE, DOCUMENTS, EXAMPLES, FLEET, find, load
+from tests.runspec.core.schema import spec_files
+from tests.runspec.core.schema.spec_files import BASE, DOCUMENTS, EXAMPLES, FLEET, find, load
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 ROOM = "max_model_len: 96, max_new_tokens: 48, dtype: float32, trust: trusted"
@@ -267,9 +267,8 @@ SILENT = {
 @pytest.fixture(scope="module", autouse=True)
 def work_done_once():
     """Each file is parsed once."""
-    parsed = ParsedFiles()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "ParsedFiles", lambda: parsed)
+        patch.setattr(yaml_nodes, "parse_yaml", cache(yaml_nodes.parse_yaml))
         yield
 
 

@@ -12,9 +12,9 @@ from runspec.cli.apply import PlainView
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.run_files import evaluation_file
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import SpecFiles
 from runspec.core.signed import SigningKey
-from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec
 from runspec.local.apply import drive
 from runspec.local.backend import StopSignals

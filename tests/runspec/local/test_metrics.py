@@ -16,8 +16,8 @@ from runspec.cli.runs import wait_command
 from runspec.cli.status import describe_command, read_status, status_command, step_line
 from runspec.core.errors import UserError
 from runspec.core.run_files import evaluation_file, evaluation_files
-from runspec.core.spec.load import FILE_NAME, dump_resolved
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import FILE_NAME, dump_resolved
 from runspec.local.apply import REPORT_FILE, write_summary
 from runspec.local.diagnosis import NEWEST, diagnose, is_learning
 from runspec.local.metrics import JsonLines, read_rows, summarise

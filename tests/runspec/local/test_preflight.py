@@ -18,9 +18,9 @@ from runspec.core.files import write_atomic
 from runspec.core.models.family import model_config
 from runspec.core.models.hardware import device_count
 from runspec.core.roles import sign_roles
+from runspec.core.schema import RunSpec, Tokenizer
+from runspec.core.schema.load import SpecFiles, dump_resolved
 from runspec.core.signed import SigningKey
-from runspec.core.spec.load import SpecFiles, dump_resolved
-from runspec.core.spec.schema import RunSpec, Tokenizer
 from runspec.lint.check import check_spec
 from runspec.local import planning
 from runspec.local.endpoints import plan_endpoints, run_link, save_endpoints
@@ -31,7 +31,7 @@ from runspec.local.planning import check_problems, make_plan
 from runspec.local.preflight import GIB, disk_bytes, missing
 from runspec.local.processes import PreparedRun, role_specs
 from tests.runspec.cli.in_process import runspec
-from tests.runspec.core.spec.spec_files import SAMPLING, SPECS
+from tests.runspec.core.schema.spec_files import SAMPLING, SPECS
 from tests.runspec.local.fake_run import ROOT, prepared, small_spec
 from tests.sampler.tasks.grading.plugin import install
 

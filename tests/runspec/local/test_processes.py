@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from runspec.core.errors import UserError
-from runspec.core.spec.role_names import placeable, role_names, server_names
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.role_names import placeable, role_names, server_names
 from runspec.local.endpoints import (
     Endpoints,
     address,

@@ -16,11 +16,10 @@ import pytest
 from runspec.cli.runs import rollback_command
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.files import write_atomic
-from runspec.core.object_store import ObjectPath
+from runspec.core.files import ObjectPath, write_atomic
 from runspec.core.run_files import STATE_FILE, checkpoints_folder
-from runspec.core.spec.load import dump_resolved, load_resolved, spec_digest
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import dump_resolved, load_resolved, spec_digest
 from runspec.local import rollback
 from runspec.local.planning import STARTS_ANEW, make_plan, takes_any_change
 from runspec.local.rollback import complete_rollback, roll_back, start_anew

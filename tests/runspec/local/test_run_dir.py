@@ -24,8 +24,8 @@ from runspec.cli import app, exit_code_of
 from runspec.cli.runs import parse_awaited, why_never
 from runspec.core.errors import UserError
 from runspec.core.run_files import weights_folder
-from runspec.core.spec.schema import Budget
-from runspec.estimate.inputs import hourly_price
+from runspec.core.schema import Budget
+from runspec.estimate.assumed import hourly_price
 from runspec.local import run_dir
 from runspec.local.backend import backend
 from runspec.local.model_folders import export_version
@@ -251,7 +251,10 @@ HEAVY = {"jax", "torch", "vllm", "matplotlib", "numpy", "pyarrow", "transformers
 @pytest.mark.parametrize(
     ("statement", "drawn"),
     [
-        ("import runspec, runspec.lint.check, runspec.core.spec.load, runspec.local.apply", set()),
+        (
+            "import runspec, runspec.lint.check, runspec.core.schema.load, runspec.local.apply",
+            set(),
+        ),
         ("import runspec.cli", {"rich"}),
     ],
 )

@@ -12,9 +12,9 @@ import pytest
 
 from runspec.core.errors import UserError
 from runspec.core.roles import Roles, open_roles, read_own_workers, sign_roles
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import load_resolved
 from runspec.core.signed import SigningKey
-from runspec.core.spec.load import load_resolved
-from runspec.core.spec.schema import RunSpec
 from runspec.local.bundle import (
     MAX_BYTES,
     Bundle,

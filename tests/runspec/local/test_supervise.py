@@ -20,8 +20,8 @@ from runspec.cli.apply import apply_command
 from runspec.cli.status import read_status
 from runspec.core.errors import NotNow, UserError
 from runspec.core.process import EXIT_FINAL
-from runspec.core.spec.load import load_resolved, spec_digest
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import load_resolved, spec_digest
 from runspec.local import backend, progress
 from runspec.local import supervisor as requests
 from runspec.local.apply import RunFailed, drive

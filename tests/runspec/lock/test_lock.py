@@ -14,13 +14,12 @@ from runspec.cli.checks import located
 from runspec.cli.lint import lock_command
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.spec import lock_file
-from runspec.core.spec.load import SpecFiles, load_layers
-from runspec.core.spec.lock_file import LOCK_VERSION, Lock, lock_path, read_lock, write_lock
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec, lock_file
+from runspec.core.schema.load import SpecFiles, load_layers
+from runspec.core.schema.lock_file import LOCK_VERSION, Lock, lock_path, read_lock, write_lock
 from runspec.lint.check import check_spec
-from runspec.lock.pins import check_lock, find_pins
-from tests.runspec.core.spec.spec_files import DOCUMENTS, SPECS, codes, load, small_spec, write
+from runspec.lock import check_lock, find_pins
+from tests.runspec.core.schema.spec_files import DOCUMENTS, SPECS, codes, load, small_spec, write
 from tests.runspec.lock.repository import COMMIT, OTHER, cache, write_model, write_weights
 
 LOCAL = "model: {hf: policy}"

@@ -13,11 +13,21 @@ from learner_jax.aot import used_programs
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.models.family import model_config
-from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.schema_fields import block_in, schema_fields
+from runspec.core.schema import RunSpec
+from runspec.core.schema.schema_fields import block_in, schema_fields
+from runspec.plan import (
+    READERS,
+    BadPlan,
+    Change,
+    SavedPlan,
+    Seen,
+    difference,
+    read_plan,
+    roles_to_restart,
+    save_plan,
+    severest,
+)
 from runspec.plan.aot import AotReport, compile_step
-from runspec.plan.changes import READERS, Change, difference, roles_to_restart, severest
-from runspec.plan.saved import BadPlan, SavedPlan, Seen, read_plan, save_plan
 from tests.learner_jax.conftest import tiny_spec
 from tests.runspec.local.fake_run import small_spec
 from tests.runspec.supervised import supervised_spec

@@ -8,13 +8,13 @@ from typing import Any
 
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import model_config
-from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import SpecFiles
 from runspec.lint.check import check_spec
 from runspec.simulate.population import Swarm
 from runspec.simulate.result import Result
 from runspec.simulate.run import simulate
-from tests.runspec.core.spec.spec_files import SPECS
+from tests.runspec.core.schema.spec_files import SPECS
 from verify.coordinator.machine.state import Policy
 
 Group = dict[str, Any]

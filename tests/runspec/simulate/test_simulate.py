@@ -11,7 +11,7 @@ import pytest
 from runspec.core.errors import BadUsage
 from runspec.simulate.population import read_swarm
 from tests.runspec.cli.in_process import runspec
-from tests.runspec.core.spec.spec_files import SPECS
+from tests.runspec.core.schema.spec_files import SPECS
 from tests.runspec.simulate import mixtures
 from tests.runspec.simulate.mixtures import FOUND, KNOWN, STRANGERS, Group, Run
 

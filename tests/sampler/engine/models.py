@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import SamplerPool
+from runspec.core.schema import SamplerPool
 from sampler.engine.engine import Engine
 from sampler.engine.requests import Sampled, SampleRequest
 from verify.noise import noise_key

@@ -16,8 +16,8 @@ import pytest
 from broadcast.store import publish
 from runspec.core.files import write_atomic
 from runspec.core.run_files import evaluation_file, evaluation_files
+from runspec.core.schema.load import SpecFiles, dump_resolved
 from runspec.core.signed import SigningKey
-from runspec.core.spec.load import SpecFiles, dump_resolved
 from runspec.lint.check import check_spec
 from runspec.local.identity import make_identity
 from sampler.evaluation.ask import figures

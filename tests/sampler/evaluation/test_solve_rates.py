@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import SamplerPool, Source
+from runspec.core.schema import SamplerPool, Source
 from sampler.__main__ import main
 from sampler.engine.requests import Sampled, SampleRequest
 from sampler.evaluation.ask import Questions

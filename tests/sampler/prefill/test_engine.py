@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import learner_jax.prefill as jax_engine
 from learner_jax.sharding import make_mesh
+from runspec.core import schema
 from runspec.core.errors import UserError
-from runspec.core.spec import schema
 from sampler import prefill as torch_engine
 from sampler.prefill import batches_by_length
 from tests.learner_jax.families import FAMILIES, VOCABULARY, saved

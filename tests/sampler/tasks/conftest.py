@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import SpecFiles
 from runspec.lint.check import check_spec
 from sampler.tasks.task_set import RunTask, build_task_set
 from sampler.tasks.traces import WarmStartTraces, build_warm_start_data

@@ -11,8 +11,8 @@ from typing import Any, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runspec.core.spec.load import parse_resolved
-from runspec.core.spec.schema import RunSpec, Source
+from runspec.core.schema import RunSpec, Source
+from runspec.core.schema.load import parse_resolved
 from sampler.tasks.interfaces import Keep, Part
 from verify.formats.lease import Lease, assignments
 from verify.plugins import load_task_set

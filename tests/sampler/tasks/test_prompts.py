@@ -13,8 +13,7 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 from runspec.core.errors import UserError
-from runspec.core.prompt_messages import prompt_messages
-from runspec.core.spec.schema import Data, Reward
+from runspec.core.schema import Data, Reward
 from sampler.tasks.answers import Answer
 from sampler.tasks.graders import Graders
 from sampler.tasks.interfaces import Score
@@ -74,7 +73,7 @@ def test_prompts_are_those_of_transformers(directory, template, form, target):
     tokenizer.save(path)
     theirs = AutoTokenizer.from_pretrained(str(directory))
     asked = asking("Think for {target} tokens.", **form)
-    messages = prompt_messages(asked, PROBLEM, target)
+    messages = asked.prompt_messages(PROBLEM, target)
     text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     for think_prefill in (False, True):
         opened = f"{text}<think>\n" if think_prefill and template is DIALOGUE else text

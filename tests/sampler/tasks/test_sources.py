@@ -16,8 +16,8 @@ import pyarrow as pa
 import pytest
 
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import Source
-from runspec.core.spec.source_files import source_files
+from runspec.core.schema import Source
+from runspec.core.schema.source_files import source_files
 from sampler.tasks.interfaces import ProblemSource, make_source
 from sampler.tasks.prompts import PromptCodec
 from sampler.tasks.task_set import Fitting, InSplit, split_of

@@ -20,10 +20,14 @@ from reasoning_gym.factory import DATASETS
 from tokenizers import Tokenizer
 
 from runspec.core.errors import UserError
-from runspec.core.spec.load import SpecFiles, dump_resolved
-from runspec.core.spec.plugins import missing_plugins
-from runspec.core.spec.schema import Evaluation, RunSpec, SolveRate
-from runspec.core.spec.source_files import compare_data_digests, data_digest, source_files
+from runspec.core.schema import Evaluation, RunSpec, SolveRate
+from runspec.core.schema.load import SpecFiles, dump_resolved
+from runspec.core.schema.source_files import (
+    compare_data_digests,
+    data_digest,
+    missing_plugins,
+    source_files,
+)
 from runspec.lint.check import check_spec
 from sampler.tasks import file_source
 from sampler.tasks.check import check
@@ -324,7 +328,7 @@ def test_other_data_is_noticed_by_its_digest(tmp_path, monkeypatch):
         compare_data_digests(before, after, whose="worker ab")
     # and so is another version of a generator
     generated = data_digest(spec)
-    monkeypatch.setattr("runspec.core.spec.source_files.version", lambda name: "0.0.1")
+    monkeypatch.setattr("runspec.core.schema.source_files.version", lambda name: "0.0.1")
     assert data_digest(spec) != generated
 
 

@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
+from runspec.core.schema import SamplerPool
 from runspec.core.signed import SigningKey
-from runspec.core.spec.schema import SamplerPool
 from sampler.engine.requests import Sampled
 from sampler.worker.rollouts import claim_rewards, make_rollouts, plan_rollouts
 from sampler.worker.stores import Made, Outbox

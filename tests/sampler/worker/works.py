@@ -14,8 +14,8 @@ import numpy as np
 
 from runspec.core.errors import UserError
 from runspec.core.roles import make_invite
+from runspec.core.schema import RunSpec
 from runspec.core.signed import SigningKey
-from runspec.core.spec.schema import RunSpec
 from sampler.engine.engine import EngineDied
 from sampler.engine.requests import GenerationAborted, LoadReport, NoVersion, Sampled, SampleRequest
 from sampler.worker.stores import Meter, Outbox

@@ -20,9 +20,9 @@ from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.roles import Roles
 from runspec.core.run_files import step_folder
+from runspec.core.schema import CalibrationProfile, RunSpec
+from runspec.core.schema.load import dump_resolved
 from runspec.core.signed import SigningKey
-from runspec.core.spec.load import dump_resolved
-from runspec.core.spec.schema import CalibrationProfile, RunSpec
 from tests.verify.audit.tampering import Copy, Fields, Rows, work
 from tests.verify.coordinator.deployment import Site, tiny_spec, verdict
 from tests.verify.profiles import document, made_profile

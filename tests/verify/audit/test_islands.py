@@ -12,9 +12,9 @@ import pytest
 
 from runspec.core.files import write_atomic
 from runspec.core.run_files import step_folder
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import dump_resolved
 from runspec.core.signed import SigningKey
-from runspec.core.spec.load import dump_resolved
-from runspec.core.spec.schema import RunSpec
 from tests.verify.audit.tampering import Copy, Fields
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site
 from tests.verify.coordinator.documents import documents_spec

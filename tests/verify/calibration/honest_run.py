@@ -11,9 +11,9 @@ from runspec.core.canonical import digest_bytes
 from runspec.core.files import write_atomic
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import STATE_FILE, submission_files, weights_folder
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import FILE_NAME, dump_resolved
 from runspec.core.signed import SigningKey
-from runspec.core.spec.load import FILE_NAME, dump_resolved
-from runspec.core.spec.schema import RunSpec
 from tests.verify.bench import lease_for, packed
 from tests.verify.small_model import fixed_key
 from verify.coordinator.ledger.ledger import Ledger

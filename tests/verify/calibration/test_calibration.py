@@ -14,8 +14,8 @@ import pytest
 
 from bridge.safetensors_io import read_headers, read_tensor, write_safetensors
 from bridge.tensors import dtype_named
+from runspec.core.schema import RunSpec
 from runspec.core.signed import SigningKey
-from runspec.core.spec.schema import RunSpec
 from tests.verify.calibration.honest_run import WORKER, HonestRun
 from tests.verify.profiles import made_profile
 from tests.verify.small_model import (

@@ -15,12 +15,11 @@ import numpy as np
 
 from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.files import write_atomic
-from runspec.core.latest import sign_latest
-from runspec.core.roles import OWN_WORKERS_FILE, make_invite, sign_roles
+from runspec.core.roles import OWN_WORKERS_FILE, make_invite, sign_latest, sign_roles
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import dump_resolved
+from runspec.core.schema.role_names import island_names
 from runspec.core.signed import SigningKey
-from runspec.core.spec.load import dump_resolved
-from runspec.core.spec.role_names import island_names
-from runspec.core.spec.schema import RunSpec
 from tests.verify.bench import envelope_of
 from tests.waiting import eventually
 from verify.client import CoordinatorClient

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from tests.verify.coordinator.deployment import RUN, tiny_spec
 
 ROWS = 6

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, settings
 
 from runspec.core.canonical import hash_parts
 from runspec.core.roles import Roles
+from runspec.core.schema import Backlog as BacklogLimits
+from runspec.core.schema import RunSpec
 from runspec.core.signed import SigningKey
-from runspec.core.spec.schema import Backlog as BacklogLimits
-from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import RUN
 from verify.coordinator.authentication import Authentication, Limiter
 from verify.coordinator.handlers.context import Backlog, RunContext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, tiny_spec
 from tests.verify.coordinator.documents import documents_spec
 from tests.verify.coordinator.filled import digest

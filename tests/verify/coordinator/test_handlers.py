@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from runspec.core.http_client import Answer, NoAnswer
-from runspec.core.latest import Latest, sign_latest
 from runspec.core.process import RunStopped
-from runspec.core.roles import Roles
+from runspec.core.roles import Latest, Roles, sign_latest
+from runspec.core.schema import Backlog as Limits
 from runspec.core.signed import SigningKey
-from runspec.core.spec.schema import Backlog as Limits
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec
 from tests.verify.coordinator.filled import (
     POLICY,

@@ -17,8 +17,8 @@ from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
 from runspec.core.run_files import step_folder
+from runspec.core.schema import RunSpec
 from runspec.core.signed import SigningKey
-from runspec.core.spec.schema import RunSpec
 from tests.verify.audit.tampering import work
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site
 from tests.verify.coordinator.documents import ROWS, documents_spec

@@ -19,8 +19,8 @@ import pytest
 
 from runspec.core.errors import NotNow, UserError
 from runspec.core.files import write_atomic
-from runspec.core.spec.load import dump_resolved, load_resolved
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import dump_resolved, load_resolved
 from runspec.local.run_view import Condition, look_at
 from tests.verify.audit.tampering import work
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, tiny_spec

@@ -20,8 +20,8 @@ import pytest
 
 from runspec.core.errors import NotNow, UserError
 from runspec.core.files import write_atomic
-from runspec.core.latest import Latest
 from runspec.core.process import RunStopped
+from runspec.core.roles import Latest
 from runspec.core.run_files import step_folder, submission_files
 from runspec.core.signed import SigningKey
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec, verdict

@@ -26,9 +26,9 @@ from typing import Any
 from aiohttp import web
 
 from runspec.core.roles import Roles
+from runspec.core.schema import Backlog as BacklogLimits
+from runspec.core.schema import RunSpec
 from runspec.core.signed import SigningKey
-from runspec.core.spec.schema import Backlog as BacklogLimits
-from runspec.core.spec.schema import RunSpec
 from verify.coordinator.authentication import Authentication
 from verify.coordinator.handlers.workers import Activity
 from verify.coordinator.journal import Journal

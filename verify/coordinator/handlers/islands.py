@@ -18,7 +18,7 @@ from aiohttp import web
 from prometheus_client.core import Metric
 
 from runspec.core.canonical import canonical_json, is_digest
-from runspec.core.metrics import counter, gauge
+from runspec.core.http_server import counter, gauge
 from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
 from verify.coordinator.handlers.context import RunContext, Signed

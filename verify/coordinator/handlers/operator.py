@@ -19,7 +19,7 @@ from runspec.core.canonical import is_digest
 from runspec.core.errors import UserError
 from runspec.core.roles import Roles
 from runspec.core.run_files import METRICS_FILE, initial_model, submission_files
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from verify.coordinator.handlers.context import RunContext, Signed
 from verify.coordinator.journal import Journal
 from verify.coordinator.ledger.ledger import LedgerSnapshot, open_ledger

@@ -27,10 +27,10 @@ from prometheus_client.registry import Collector
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
-from runspec.core.metrics import PREFIX, counter, gauge
+from runspec.core.http_server import PREFIX, counter, gauge
 from runspec.core.run_files import EVALUATIONS_NAME, evaluation_file, evaluation_files
+from runspec.core.schema.source_files import data_digest, file_digest, source_files
 from runspec.core.signed import BadSignature
-from runspec.core.spec.source_files import data_digest, file_digest, source_files
 from verify.coordinator.handlers import islands, workers
 from verify.coordinator.handlers.context import RunContext
 from verify.coordinator.machine.filling import needed_groups, tried_groups

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec.core.errors import one_line
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from verify.coordinator.ledger.ledger import damaged, read_events
 from verify.coordinator.ledger.store import NoLedger
 from verify.coordinator.machine.events import Event, IllegalTransition

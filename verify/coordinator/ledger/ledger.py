@@ -26,7 +26,7 @@ from runspec.core.canonical import hash_parts
 from runspec.core.entry_points import install_command
 from runspec.core.errors import NotNow, UserError
 from runspec.core.run_files import STATE_FILE
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from verify.coordinator.ledger.store import (
     NoLedger,
     Row,

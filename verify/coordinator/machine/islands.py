@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from rpds import HashTrieMap
 
 from runspec.core.canonical import digest_bytes
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from verify.coordinator.machine import events
 from verify.formats.batch import Contribution, Dropped, ShareOffered
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from rpds import HashTrieMap
 
-from runspec.core.spec.schema import Fill, RunSpec
+from runspec.core.schema import Fill, RunSpec
 from verify.coordinator.machine.events import FailedAttempt, GroupGrade, VersionPublished
 from verify.coordinator.machine.islands import IslandPolicy, IslandState
 from verify.coordinator.machine.trust import Standing, prefill_share

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from runspec.core.canonical import digest_bytes
 from runspec.core.files import write_atomic
 from runspec.core.run_files import initial_model, submission_files
-from runspec.core.spec.load import FILE_NAME, dump_resolved
+from runspec.core.schema.load import FILE_NAME, dump_resolved
 from runspec.local.state import RunState
 from tests.runspec.local.fake_run import small_spec
 from verify.coordinator.ledger.ledger import Ledger

@@ -15,7 +15,7 @@ from typing import Any
 
 from runspec.core.files import write_atomic
 from runspec.core.run_files import monitor_folder
-from runspec.core.spec.load import FILE_NAME, dump_resolved
+from runspec.core.schema.load import FILE_NAME, dump_resolved
 from runspec.local.monitors.follow import follow
 from runspec.local.run_dir import hold
 from tests.runspec.local.fake_run import ZERO, small_spec, store

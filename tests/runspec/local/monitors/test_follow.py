@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from runspec.core.run_files import monitor_folder
-from runspec.core.spec.role_names import monitor_names
+from runspec.core.schema.role_names import monitor_names
 from runspec.local.monitors.follow import Feed
 from runspec.local.processes import role_specs
 from runspec.local.run_dir import RunLocked, hold

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.core.spec.schema import Reward
+from runspec.core.schema import Reward
 from sampler.tasks.answers import Answer
 from verify.plugins import Problem
 

@@ -19,7 +19,7 @@ import pytest
 import sampler.sandbox
 from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
-from runspec.core.spec.schema import RunSpec
+from runspec.core.schema import RunSpec
 from sampler.__main__ import main
 from sampler.sandbox import Mechanism, Report
 from sampler.tasks import launch

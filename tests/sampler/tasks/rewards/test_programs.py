@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from runspec.core.spec.schema import Reward
+from runspec.core.schema import Reward
 from sampler.tasks.rewards.code import CodeReward, same_output
 from sampler.tasks.rewards.code_tests import program_of, with_names
 from verify.plugins import Problem

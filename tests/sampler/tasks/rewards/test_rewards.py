@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import Reward
+from runspec.core.schema import Reward
 from sampler.tasks.answers import Answer, Result
 from sampler.tasks.graders import Graders
 from sampler.tasks.interfaces import Score, TargetLengthReward
