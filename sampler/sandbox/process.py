@@ -63,7 +63,11 @@ class Isolated:
     """
 
     def __init__(
-        self, supervisor: subprocess.Popen[bytes], control: socket.socket, limits: Limits
+        self,
+        supervisor: subprocess.Popen[bytes],
+        control: socket.socket,
+        limits: Limits,
+        scratch: bytes,
     ) -> None:
         assert supervisor.stdin and supervisor.stdout and supervisor.stderr
         self.pid = supervisor.pid
@@ -74,7 +78,7 @@ class Isolated:
         self._control = control
         self._lock = threading.Lock()
         self._finished: Finished | None = None
-        self._scratch = b""
+        self._scratch = scratch
         self._stderr = _Tail(supervisor.stderr, self.stop)
 
     @property
@@ -148,7 +152,7 @@ class Isolated:
             remove_scratch(self._scratch)
         return judge(message, self._stderr.text, self.limits)
 
-    def _await_start(self) -> None:
+    def await_start(self) -> None:
         """Wait until the program runs.
 
         Raises:
@@ -253,14 +257,13 @@ def launch(
         if order.scratch:
             remove_scratch(order.scratch)
         raise
-    process = Isolated(supervisor, ours, limits)
-    process._scratch = order.scratch
+    process = Isolated(supervisor, ours, limits, order.scratch)
     try:
         # A launcher that ended too early wrote its reason to stderr.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             ours.settimeout(START_S)
             ours.sendall(messages.encode_order(vars(order)))
-        process._await_start()
+        process.await_start()
     except BaseException:
         process.kill()
         raise
