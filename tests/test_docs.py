@@ -124,6 +124,16 @@ def where_it_runs(path: Path, test: str) -> str:
     return "gate" if "gate" in tests else "nightly"
 
 
+@pytest.mark.nightly
+def test_the_site_has_no_broken_link(tmp_path: Path) -> None:
+    mkdocs = ROOT / ".venv" / "docs" / "bin" / "mkdocs"
+    if not mkdocs.exists():
+        pytest.skip("`make docs` makes the environment")
+    command = [mkdocs, "build", "--strict", "--site-dir", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 PACKAGES = ("runspec", "learner_jax", "bridge", "broadcast", "sampler", "verify", "tests")
 SPEC_FIELDS = {"verify": set(Verify.model_fields), "broadcast": set(Broadcast.model_fields)}
