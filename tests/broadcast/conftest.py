@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from broadcast.client import WeightsClient
-from broadcast.keygen import make_keys
+from broadcast.layout import make_keys
 from broadcast.manifest import Chunk, WeightsManifest, read_manifest
 from broadcast.relay import run_origin, run_relay
 from broadcast.server import DEFAULT_OPTIONS, ServerOptions

@@ -22,9 +22,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import bridge.delta
 from broadcast.assemble import delta_applier
-from broadcast.cache import Cache
 from broadcast.client import WeightsClient
-from broadcast.disk import Cancellation, in_thread
+from broadcast.disk import Cache, Cancellation, in_thread
 from broadcast.manifest import MAX_CHUNK_BYTES, Chunk, ObjectInfo, WeightsManifest, sign_manifest
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broadcast.delta_chains import MAX_LINKS, Chain, cheapest, versions_to_keep
+from broadcast.assemble import MAX_LINKS, Chain, cheapest
 from broadcast.manifest import ObjectInfo, WeightsManifest
+from broadcast.relay_store import versions_to_keep
 from runspec.core.errors import UserError
 from runspec.core.spec.schema.samplers import Broadcast
 

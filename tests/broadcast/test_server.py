@@ -18,10 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broadcast.admission import MAX_TOKENS_BYTES, Tokens, read_tokens
+from broadcast.admission import MAX_TOKENS_BYTES, Metrics, Tokens, read_tokens
 from broadcast.answers import byte_range
 from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest
-from broadcast.metrics import Metrics
 from broadcast.relay import run_origin
 from broadcast.server import Limits, ServerOptions, shardcast_distribution
 from broadcast.store import refresh_latest

@@ -9,8 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from broadcast.keygen import renew_keys
-from broadcast.layout import MAX_VERSION
+from broadcast.layout import MAX_VERSION, renew_keys
 from runspec.core.latest import KIND, VALID_S, sign_latest
 from runspec.core.signed import SigningKey, sign_document
 from tests.waiting import eventually
