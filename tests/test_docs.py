@@ -191,6 +191,17 @@ def test_the_nucleus_can_be_read_in_one_sitting() -> None:
     assert lines <= 3500
 
 
+def test_every_step_of_a_walk_is_a_function_of_its_file() -> None:
+    section = ARCHITECTURE.read_text(encoding="utf-8").split("\n## Walks\n")[1].split("\n## ")[0]
+    steps = re.findall(r"^\d+\. `([\w./-]+)` `([\w.]+)`: ", section, re.MULTILINE)
+    assert len(steps) >= 35 and len(steps) == len(re.findall(r"^\d+\. ", section, re.MULTILINE))
+    for file, name in steps:
+        text = (ROOT / file).read_text(encoding="utf-8")
+        kinds = ["class"] * name.count(".") + ["def"]
+        for kind, word in zip(kinds, name.split("."), strict=True):
+            assert re.search(rf"^ *(?:async )?{kind} {word}\b", text, re.MULTILINE), (file, name)
+
+
 def test_no_file_refers_to_notes_outside_the_repository() -> None:
     outside = re.compile(r"\b(?:DESIGN|RECIPE|GPU_ATTENTION|(?:FINDINGS|STYLE)\.md)\b")
     files = [ROOT / name for name in tracked("*.py", "*.md", "*.yaml", "*.toml", "Makefile")]
