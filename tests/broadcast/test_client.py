@@ -28,10 +28,9 @@ from broadcast.manifest import MAX_CHUNK_BYTES, Chunk, ObjectInfo, WeightsManife
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.signed import SigningKey
-from tests.waiting import eventually
-
-from .conftest import (
+from tests.broadcast.conftest import (
     PATIENCE_S,
+    ModelVersions,
     Run,
     contents,
     fetch,
@@ -42,8 +41,8 @@ from .conftest import (
     warnings,
     weights,
 )
-from .fake_relay import held_until, honest, not_there, only
-from .model_versions import ModelVersions
+from tests.broadcast.fake_relay import held_until, honest, not_there, only
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 

@@ -29,10 +29,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.http_server import TokenBuckets
 from runspec.core.latest import sign_latest
-from tests.ended_at_once import hears_sigterm_at_once
-from tests.waiting import eventually
-
-from .conftest import (
+from tests.broadcast.conftest import (
     CHUNK_BYTES,
     LOG,
     PATIENCE_S,
@@ -45,6 +42,8 @@ from .conftest import (
     warnings,
     weights,
 )
+from tests.ended_at_once import hears_sigterm_at_once
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 

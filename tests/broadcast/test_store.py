@@ -25,8 +25,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.roles import Roles, open_roles, sign_roles
 from runspec.core.signed import SigningKey
-
-from .conftest import (
+from tests.broadcast.conftest import (
     CHUNK_BYTES,
     LOG,
     PATIENCE_S,

@@ -12,10 +12,9 @@ import pytest
 from broadcast.layout import MAX_VERSION, renew_keys
 from runspec.core.latest import KIND, VALID_S, sign_latest
 from runspec.core.signed import SigningKey, sign_document
+from tests.broadcast.conftest import Run, fetched, newest, no_latest, not_fetched, weights
+from tests.broadcast.fake_relay import instead
 from tests.waiting import eventually
-
-from .conftest import Run, fetched, newest, no_latest, not_fetched, weights
-from .fake_relay import instead
 
 MINUTES = 60.0
 

@@ -43,7 +43,7 @@ from runspec.core.files import (
 from runspec.core.http_client import LateAnswer, LongAnswer, NoAnswer, fetch, fetch_now, new_session
 from runspec.core.http_server import serving
 from runspec.core.metrics import counter, gauge, serve_metrics
-from tests.broadcast.scripted import Peer, Scripted
+from tests.broadcast.fake_relay import Peer, Scripted
 from tests.waiting import eventually
 
 LOG = logging.getLogger("role")
