@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 AOT_STAMP := $(VENV)/aot/.installed
 SHARDCAST_STAMP := $(VENV)/shardcast/.installed
 TRACKIO_STAMP := $(VENV)/trackio/.installed
+DOCS_STAMP := $(VENV)/docs/.installed
 CPU_TORCH := torch==2.13.0+cpu
 # Spec and profile of the quickstart; `make quickstart SPEC=specs/target_long.yaml` works too.
 SPEC ?= specs/target_short.yaml
@@ -15,7 +16,7 @@ SAMPLING := $(filter-out specs/metagene.yaml specs/opendiloco.yaml,$(wildcard sp
 # One process more than cores, for tests also wait. tests/cost.py says which tests go together.
 WORKERS := -n $(shell expr $$(nproc) + 1) --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install aot shardcast trackio eval-inspect eval-lm-eval eval-verifiers wheel quickstart lint test test-fast nightly campaigns bench accelerator clean
+.PHONY: help install aot shardcast trackio docs eval-inspect eval-lm-eval eval-verifiers wheel quickstart lint test test-fast nightly campaigns bench accelerator clean
 
 help:  ## what there is to call
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -58,6 +59,15 @@ trackio: $(TRACKIO_STAMP)  ## trackio's own environment, for monitors of that ki
 $(TRACKIO_STAMP): requirements/trackio.txt
 	$(PYTHON) -m venv $(VENV)/trackio
 	$(VENV)/trackio/bin/pip install --quiet --no-deps -r requirements/trackio.txt
+	@touch $@
+
+docs: $(DOCS_STAMP)  ## build/site, the pages as a website; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict --quiet
+
+# In an environment of its own: nothing of ours needs it.
+$(DOCS_STAMP): requirements/docs.txt
+	$(PYTHON) -m venv $(VENV)/docs
+	$(VENV)/docs/bin/pip install --quiet --no-deps -r requirements/docs.txt
 	@touch $@
 
 CHROMIUM := $(VENV)/.chromium

@@ -160,7 +160,7 @@ def _quantity(text: str, parse: Callable[[str], float]) -> int:
 
 
 def _keygen(arguments: argparse.Namespace, log: logging.Logger) -> None:
-    from broadcast.keygen import make_keys, renew_keys
+    from broadcast.layout import make_keys, renew_keys
 
     if arguments.renew is not None:
         renew_keys(arguments.directory, arguments.renew)

@@ -20,8 +20,8 @@ from typing import BinaryIO
 from aiohttp import web
 
 from broadcast import layout
+from broadcast.admission import Metrics
 from broadcast.disk import Identity, identity
-from broadcast.metrics import Metrics
 from broadcast.relay_store import StoredVersions
 from broadcast.store import latest_version
 from runspec.core.errors import UserError

@@ -1,4 +1,10 @@
-"""The files of a fetch: where each chunk goes, what is there already, and the final rename.
+"""The way to a version, and the files of a fetch: where each chunk goes, what is there already.
+
+A version has at most one base, so the versions that it can be made from form one path back in time.
+A client starts from a version on this path that it holds, or fetches the files of an anchor. Then
+it fetches and applies the deltas of all later versions on the path. Deltas keep the names and sizes
+of the files that they are applied to. So all anchors on a path have the same size, and the newest
+anchor is the cheapest. Of older versions only a held one can be cheaper.
 
 Nothing here trusts what a killed attempt left. Chunks are checked by their hash. Files that deltas
 are applied to are checked afterwards, by the digests of their tensors. A delta overwrites, so
@@ -10,15 +16,14 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from broadcast.cache import Cache
-from broadcast.disk import Cancellation, allocated, copy_file
+from broadcast.disk import Cache, Cancellation, allocated, copy_file
 from broadcast.manifest import FILE_NAME, MAX_BYTES, Chunk, ObjectInfo, WeightsManifest
 from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.entry_points import install_command
@@ -37,6 +42,71 @@ _APPLYING = "applying"
 
 class BadBase(UserError):
     """The files that deltas were applied to did not become the version."""
+
+
+MAX_LINKS = 256
+"""Largest number of deltas for one version; it also limits the manifests requested."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A way to make a version."""
+
+    start: int
+    """The version to whose files the deltas are applied."""
+    held: bool
+    """Whether the files of `start` are here; else they are fetched."""
+    deltas: tuple[int, ...]
+    """Versions whose deltas are applied, the oldest first; the last is the target."""
+    size: int
+    """Bytes to fetch for the files that hold the tensors."""
+
+
+def cheapest(
+    target: int, manifests: Mapping[int, WeightsManifest | None], held: Collection[int]
+) -> Chain | int:
+    """Return the way to `target` with the fewest bytes; among equal ones, with the fewest deltas.
+
+    The result is a version's number if its manifest must be known first.
+    It requests no manifest that cannot make the way cheaper.
+
+    Args:
+        target: the version wanted.
+        manifests: known manifests of it and of older versions; None if nobody has it.
+        held: versions whose files are here.
+
+    Raises:
+        UserError: there is no way; the message names the missing version.
+    """
+    best: Chain | None = None
+    deltas: list[int] = []
+    size, version = 0, target
+    oldest_held = min(held, default=target + 1)
+    while best is None or (size < best.size and oldest_held <= version):
+        if version in held:
+            return _chain(version, True, deltas, size)
+        if version not in manifests:
+            return version
+        manifest = manifests[version]
+        if best is None and manifest is not None and manifest.is_anchor:
+            best = _chain(version, False, deltas, size + manifest.weights_bytes)
+        if manifest is None or manifest.base is None or len(deltas) == MAX_LINKS:
+            break
+        deltas.append(version)
+        size += manifest.delta_bytes
+        version = manifest.base
+    if best is None:
+        raise UserError(
+            f"version {target} cannot be made: it needs version {version}, which no server has"
+            if len(deltas) < MAX_LINKS
+            else f"version {target} cannot be made: there is no anchor within {MAX_LINKS} deltas",
+            remedy="fetch a newer version, or publish one as an anchor",
+        )
+    return best
+
+
+def _chain(start: int, held: bool, newest_first: list[int], size: int) -> Chain:
+    return Chain(start, held, tuple(reversed(newest_first)), size)
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from broadcast.assemble import Assembly, BadBase, Piece, Recipe, delta_applier
-from broadcast.cache import Cache
-from broadcast.delta_chains import cheapest
-from broadcast.disk import Cancellation, cancel_all, in_thread
+from broadcast.assemble import Assembly, BadBase, Piece, Recipe, cheapest, delta_applier
+from broadcast.disk import Cache, Cancellation, in_thread
 from broadcast.fetcher import NO_TOKEN, PARALLEL_CHUNKS, Fetcher, for_each
 from broadcast.manifest import WeightsManifest
-from broadcast.transport import Access
+from broadcast.transport import Access, cancel_all
 from runspec.core.errors import UserError
 from runspec.core.roles import Latest, Signers
 

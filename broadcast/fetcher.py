@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from broadcast import layout
-from broadcast.disk import cancel_all
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
 from broadcast.transport import (
     Access,
@@ -24,6 +23,7 @@ from broadcast.transport import (
     Fault,
     Lie,
     base_url,
+    cancel_all,
     fetch_chunk,
     get,
     new_session,

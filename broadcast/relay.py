@@ -22,14 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from broadcast import layout
+from broadcast.admission import Metrics
 from broadcast.answers import Recent, ServedRun
-from broadcast.disk import cancel_all
 from broadcast.fetcher import NO_TOKEN, PARALLEL_CHUNKS, Fetcher, chunk_timeout_s, for_each
 from broadcast.manifest import Chunk, WeightsManifest, distinct_chunks
-from broadcast.metrics import Metrics
 from broadcast.relay_store import RelayStore, StoredVersions
 from broadcast.server import DEFAULT_OPTIONS, ServerOptions, serve
-from broadcast.transport import Access, Attempt
+from broadcast.transport import Access, Attempt, cancel_all
 from runspec.core.errors import UserError
 from runspec.core.files import FULL
 

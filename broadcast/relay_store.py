@@ -1,27 +1,137 @@
-"""Disk of origin and relay: the manifests and chunks of one run; a relay's within a limit."""
+"""Disk of origin and relay: the manifests and chunks of one run; a relay's within a limit.
+
+Pins: versions that were read recently, so that they are not pruned while a client reads them. A pin
+is an empty file `<run>/pins/<version>`; its modification time is the time of the last read. The
+origin, which serves the readers, writes the pins. The publisher, which prunes, reads them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+import os
 import shutil
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from broadcast import layout
-from broadcast.delta_chains import versions_to_keep, with_bases
-from broadcast.disk import Identity, Pins, ProvenChunks, identity, owners
+from broadcast.disk import Identity, ProvenChunks, identity
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
 from runspec.core.canonical import is_digest
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers, temporary_name, write_atomic
 from runspec.core.signed import BadSignature
 
+VALID_S = 600.0
+"""Seconds for which a pin keeps a version."""
+TOUCH_EVERY_S = 5.0
+"""Shortest time between two writes of a pin, in seconds."""
 MANIFESTS_EVERY_S = 1.0
 """Shortest time between two readings of the manifests folder, in seconds."""
+
+
+class Pins:
+    """The pins of one run in a store.
+
+    Args:
+        store: the store's directory.
+        run: the run's id.
+        clock: returns seconds since the epoch.
+    """
+
+    def __init__(self, store: Path, run: str, *, clock: Callable[[], float] = time.time) -> None:
+        self._folder = store / run / "pins"
+        self._clock = clock
+        self._touched: dict[int, float] = {}
+
+    def touch(self, version: int) -> None:
+        """Pin a version that the store holds; do nothing if the disk is full."""
+        now = self._clock()
+        if 0 <= now - self._touched.get(version, 0.0) < TOUCH_EVERY_S:
+            return
+        self._touched[version] = now
+        with suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / str(version)
+            path.touch()
+            os.utime(path, (now, now))
+
+    def newest_first(self) -> list[int]:
+        """Return the pinned versions, the last read first."""
+        now = self._clock()
+        found = []
+        for path in self._folder.glob("*"):
+            with suppress(OSError):  # it was removed
+                age = now - path.stat().st_mtime
+                if path.name.isdecimal() and age < VALID_S:
+                    found.append((age, int(path.name)))
+        return [version for _, version in sorted(found)]
+
+    def keep_only(self, versions: Iterable[int]) -> None:
+        """Remove the pins of all other versions."""
+        kept = set(versions)
+        self._touched = {v: at for v, at in self._touched.items() if v in kept}
+        for path in self._folder.glob("*"):
+            if not (path.name.isdecimal() and int(path.name) in kept):
+                path.unlink(missing_ok=True)
+
+
+def owners(manifests: Iterable[WeightsManifest]) -> dict[str, int]:
+    """Return the version of each chunk that belongs to one version only.
+
+    A request for such a chunk shows which version its client reads. Shared chunks do not.
+    """
+    owner: dict[str, int] = {}
+    shared = set()
+    for manifest in manifests:
+        for digest in manifest.chunks():
+            if digest in owner:
+                shared.add(digest)
+            owner[digest] = manifest.version
+    return {digest: version for digest, version in owner.items() if digest not in shared}
+
+
+def versions_to_keep(
+    needs: Mapping[int, int | None],
+    newest: int,
+    keep_versions: int,
+    pinned: Sequence[int] = (),
+) -> set[int]:
+    """Return the versions to keep, so that a new client finds an anchor and all later deltas.
+
+    These are the newest `keep_versions`, the newest anchor and all later versions, the
+    `keep_versions` versions that were pinned last, and the chain of bases of each of these back to
+    an anchor. Pins keep at most `keep_versions` chains, so a hostile reader cannot fill a disk.
+
+    Args:
+        needs: the base that each held version is rebuilt from; None for an anchor.
+        newest: the version that latest.json names. Newer held versions are about to be announced:
+            they are kept and not counted.
+        keep_versions: number of newest versions to keep; at least 1.
+        pinned: versions that are being read, the last read first.
+    """
+    announced = sorted((version for version in needs if version <= newest), reverse=True)
+    wanted = {version for version in needs if version > newest} | set(announced[:keep_versions])
+    whole = [version for version in announced if needs[version] is None]
+    if whole:
+        wanted |= {version for version in announced if version >= whole[0]}
+    result = with_bases(wanted, needs)
+    read = [version for version in pinned if version in needs and version not in result]
+    return result | with_bases(read[:keep_versions], needs)
+
+
+def with_bases(versions: Collection[int], needs: Mapping[int, int | None]) -> set[int]:
+    """Return the versions and the held versions that they are rebuilt from."""
+    found = set()
+    for version in versions:
+        step: int | None = version
+        while step is not None and step in needs and step not in found:
+            found.add(step)
+            step = needs[step]
+    return found
 
 
 class StoredVersions:
@@ -110,7 +220,7 @@ class RelayStore(StoredVersions):
     Args:
         store: the relay's directory; what a killed relay left unfinished is removed.
         run: the run's id.
-        keep_versions: number of newest versions that stay (`delta_chains.versions_to_keep`).
+        keep_versions: number of newest versions that stay (`versions_to_keep`).
         max_bytes: limit on manifests and chunks together, incoming ones included; None: no limit.
         log: receives what is removed and why.
     """

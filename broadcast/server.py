@@ -27,11 +27,17 @@ from typing import Any
 
 from aiohttp import web
 
-from broadcast.admission import Admission, Reloaded, read_tokens, server_context
+from broadcast.admission import (
+    CONTENT_TYPE,
+    Admission,
+    Metrics,
+    Reloaded,
+    read_tokens,
+    server_context,
+)
 from broadcast.answers import IMMUTABLE, REVALIDATE, FileAnswers, Kind, ServedRun, not_modified
 from broadcast.layout import RUN
 from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest
-from broadcast.metrics import CONTENT_TYPE, Metrics
 from runspec.core.canonical import digest_bytes
 from runspec.core.connection_limits import ConnectionLimits, connection_of, possible_connections
 from runspec.core.errors import UserError

@@ -18,8 +18,7 @@ from typing import Any
 
 from broadcast import layout
 from broadcast.disk import ChunkWriter, Identity, identity, new_chunks
-from broadcast.keygen import check_newest, signers_of
-from broadcast.layout import locked
+from broadcast.layout import check_newest, locked, signers_of
 from broadcast.manifest import (
     FILE_NAME,
     MAX_BYTES,

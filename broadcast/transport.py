@@ -13,16 +13,17 @@ import os
 import re
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 from blake3 import blake3
 
-from broadcast.disk import ended
 from broadcast.manifest import Chunk
 from runspec.core import http_client
 from runspec.core.address import is_server_url
@@ -65,6 +66,31 @@ class Busy(Fault):
 
 class Lie(Fault):
     """An answer that failed its check: the wrong bytes, signature, run or version."""
+
+
+async def ended(work: asyncio.Future[Any]) -> None:
+    """Wait until `work` has ended; a cancellation takes effect only then.
+
+    A started thread continues to the end of its write. Until then it owns the file.
+    """
+    cancelled = False
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            cancelled = True
+    with suppress(asyncio.CancelledError):
+        work.exception()  # retrieved, or asyncio would log it
+    if cancelled:
+        raise asyncio.CancelledError
+
+
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait until they have ended; their results and errors are dropped."""
+    cancelled = list(tasks)
+    for task in cancelled:
+        task.cancel()
+    await asyncio.gather(*cancelled, return_exceptions=True)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import blake3
 import jax
-from jax._src import compilation_cache as private
-from jax._src.compilation_cache_interface import CacheInterface
+from jax._src import compilation_cache as private  # noqa: PLC2701 - see `keep_compiled`
+from jax._src.compilation_cache_interface import CacheInterface  # noqa: PLC2701 - the same
 
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
@@ -68,8 +68,7 @@ def keep_compiled(folder: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # Small programs too: a run has dozens, and restarts are what this is for.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # JAX has no public way to name another cache than its own.
-    private._cache = ProgramCache(folder)
+    private._cache = ProgramCache(folder)  # noqa: SLF001 - no public way to name another cache
     logging.captureWarnings(True)  # what JAX cannot read is a line in the log
 
 

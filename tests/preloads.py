@@ -7,7 +7,7 @@ from multiprocessing import forkserver
 
 import sampler.engine.preload
 import sampler.engine.worker_extension
-import sampler.worker.start
+import sampler.worker.start  # noqa: F401 - for whoever forks
 from sampler.engine.processes import FORKED
 
 __all__ = ["sampler"]

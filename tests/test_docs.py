@@ -124,6 +124,16 @@ def where_it_runs(path: Path, test: str) -> str:
     return "gate" if "gate" in tests else "nightly"
 
 
+@pytest.mark.nightly
+def test_the_site_has_no_broken_link(tmp_path: Path) -> None:
+    mkdocs = ROOT / ".venv" / "docs" / "bin" / "mkdocs"
+    if not mkdocs.exists():
+        pytest.skip("`make docs` makes the environment")
+    command = [mkdocs, "build", "--strict", "--site-dir", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 PACKAGES = ("runspec", "learner_jax", "bridge", "broadcast", "sampler", "verify", "tests")
 SPEC_FIELDS = {"verify": set(Verify.model_fields), "broadcast": set(Broadcast.model_fields)}
@@ -179,6 +189,17 @@ def test_the_nucleus_can_be_read_in_one_sitting() -> None:
     lines = sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files)
     assert 10 <= len(files) <= 14
     assert lines <= 3500
+
+
+def test_every_step_of_a_walk_is_a_function_of_its_file() -> None:
+    section = ARCHITECTURE.read_text(encoding="utf-8").split("\n## Walks\n")[1].split("\n## ")[0]
+    steps = re.findall(r"^\d+\. `([\w./-]+)` `([\w.]+)`: ", section, re.MULTILINE)
+    assert len(steps) >= 35 and len(steps) == len(re.findall(r"^\d+\. ", section, re.MULTILINE))
+    for file, name in steps:
+        text = (ROOT / file).read_text(encoding="utf-8")
+        kinds = ["class"] * name.count(".") + ["def"]
+        for kind, word in zip(kinds, name.split("."), strict=True):
+            assert re.search(rf"^ *(?:async )?{kind} {word}\b", text, re.MULTILINE), (file, name)
 
 
 def test_no_file_refers_to_notes_outside_the_repository() -> None:

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from bridge.publisher import Published
-from broadcast.metrics import Metrics
+from broadcast.admission import Metrics
 from learner_jax.metrics import GAUGES, Rows
 from runspec.core.signed import SigningKey
 from runspec.local.prepare import FILE_NAME

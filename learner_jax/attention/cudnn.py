@@ -206,7 +206,8 @@ def packed(q: Array, k: Array, v: Array, lengths: Array, offsets: Array) -> Arra
     Needs a Hopper GPU or newer and a version of JAX in `PACKED_VERSIONS`. Its private function
     turns the offsets of rows into offsets of the whole stream, in numbers, as int32.
     """
-    from jax._src.cudnn import fused_attention_stablehlo as private
+    # The public function takes no offsets.
+    from jax._src.cudnn import fused_attention_stablehlo as private  # noqa: PLC2701
 
     if q.size > jnp.iinfo("int32").max:
         raise UserError(

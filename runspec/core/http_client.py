@@ -283,7 +283,7 @@ def new_session(*, tls: ssl.SSLContext | bool = True, **options: Any) -> aiohttp
     """
     connector = aiohttp.TCPConnector(limit=64, ssl=tls, resolver=Resolver())
     protocol: Any = partial(_Protocol, loop=asyncio.get_running_loop())
-    connector._factory = protocol
+    connector._factory = protocol  # noqa: SLF001 - no public way to name the protocol
     return aiohttp.ClientSession(
         connector=connector, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False, **options
     )

@@ -281,7 +281,7 @@ class EngineProcesses:
     async def rpc_of(self, rank: int, method: str, **kwargs: Any) -> list[Any]:
         """Call a method on the workers of one data-parallel rank; return one answer from each."""
         # vLLM's own `collective_rpc` drops the answers of every rank but the first.
-        call = self._client._call_utility_async(
+        call = self._client._call_utility_async(  # noqa: SLF001 - public ones name no rank
             "collective_rpc", method, None, (), kwargs, engine=self._client.core_engines[rank]
         )
         return list(await self._call(call, f"`{method}`"))
@@ -295,7 +295,8 @@ class EngineProcesses:
     async def _ask(self) -> None:
         """Call each core, which answers between two steps."""
         for engine, pid in zip(self._client.core_engines, self.pids, strict=True):
-            call = self._client._call_utility_async("is_scheduler_paused", engine=engine)
+            ask = self._client._call_utility_async  # noqa: SLF001 - public ones name no rank
+            call = ask("is_scheduler_paused", engine=engine)
             with suppress(EngineDied):  # raised by the calls that wait for an output
                 what = f"a sign of life of process {pid}, while outputs are awaited"
                 await self._call(call, what, seconds=SILENCE_S)

@@ -67,7 +67,7 @@ _ON_CPUS = "VLLM_CPU_OMP_THREADS_BIND"
 """What `runspec.local.machine.vllm_environment` sets for pools on CPUs only."""
 _RESTARTED = "RUNSPEC_LD_PRELOAD"
 """Hands the program's own `LD_PRELOAD` through `restart_with_libraries`."""
-_SERVER: Any = forkserver._forkserver
+_SERVER: Any = forkserver._forkserver  # noqa: SLF001 - Python names its one server only there
 _FORK_SERVER = "sampler.engine.fork_server"
 _has_libraries = False
 
@@ -262,9 +262,11 @@ def serve(preload: str = "sampler.engine.preload") -> None:
     Args:
         preload: the module that it imports.
     """
-    current_process()._config["tempdir"] = str(_folder().path)  # type: ignore[attr-defined]
+    own: Any = current_process()
+    own._config["tempdir"] = str(_folder().path)  # noqa: SLF001 - for the server's socket
     forkserver.set_forkserver_preload([_FORK_SERVER, preload])
-    if _has_libraries and threading.active_count() == 1 and _SERVER._forkserver_pid is None:
+    runs = _SERVER._forkserver_pid is not None  # noqa: SLF001 - see `_fork_server`
+    if _has_libraries and threading.active_count() == 1 and not runs:
         importlib.import_module(preload)
         if threading.active_count() == 1:
             _fork_server()
@@ -299,9 +301,9 @@ def _fork_server() -> None:
             finally:  # whatever happened, it is no second worker
                 os._exit(0)
     os.close(read_end)
-    _SERVER._forkserver_address = address
-    _SERVER._forkserver_alive_fd = write_end
-    _SERVER._forkserver_pid = pid
+    _SERVER._forkserver_address = address  # noqa: SLF001 - as `ensure_running` does
+    _SERVER._forkserver_alive_fd = write_end  # noqa: SLF001
+    _SERVER._forkserver_pid = pid  # noqa: SLF001
 
 
 @functools.cache

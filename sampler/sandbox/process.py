@@ -271,7 +271,7 @@ class Isolated:
             remove_scratch(self._scratch)
         return judge(message, self.stderr, self.limits)
 
-    def _await_start(self) -> None:
+    def await_start(self) -> None:
         """Wait until the program runs.
 
         Raises:
@@ -372,7 +372,7 @@ def launch(
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             ours.settimeout(START_S)
             ours.sendall(control.encode_order(order))
-        process._await_start()
+        process.await_start()
     except BaseException:
         process.kill()
         raise

@@ -22,17 +22,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import bridge.delta
 from broadcast.assemble import delta_applier
-from broadcast.cache import Cache
 from broadcast.client import WeightsClient
-from broadcast.disk import Cancellation, in_thread
+from broadcast.disk import Cache, Cancellation, in_thread
 from broadcast.manifest import MAX_CHUNK_BYTES, Chunk, ObjectInfo, WeightsManifest, sign_manifest
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.signed import SigningKey
-from tests.waiting import eventually
-
-from .conftest import (
+from tests.broadcast.conftest import (
     PATIENCE_S,
+    ModelVersions,
     Run,
     contents,
     fetch,
@@ -43,8 +41,8 @@ from .conftest import (
     warnings,
     weights,
 )
-from .fake_relay import held_until, honest, not_there, only
-from .model_versions import ModelVersions
+from tests.broadcast.fake_relay import held_until, honest, not_there, only
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 

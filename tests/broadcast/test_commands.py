@@ -11,11 +11,17 @@ import pytest
 from bridge.delta import write_delta
 from broadcast.__main__ import main
 from runspec.core.canonical import digest_bytes
+from tests.broadcast.conftest import (
+    CHUNK_BYTES,
+    PATIENCE_S,
+    ModelVersions,
+    Run,
+    contents,
+    fetched,
+    weights,
+)
+from tests.broadcast.fake_relay import held_until, honest, only
 from tests.waiting import eventually
-
-from .conftest import CHUNK_BYTES, PATIENCE_S, Run, contents, fetched, weights
-from .fake_relay import held_until, honest, only
-from .model_versions import ModelVersions
 
 pytestmark = pytest.mark.slow
 

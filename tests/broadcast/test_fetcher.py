@@ -16,11 +16,19 @@ import pytest
 from broadcast.fetcher import Fetcher, for_each
 from broadcast.transport import Attempt
 from broadcast.upstreams import Requester, Upstream, Wanted
-
-from . import fake_relay as lies
-from .conftest import PATIENCE_S, Run, fetch, fetched, newest, no_latest, not_fetched, weights
-from .conftest import warnings as warned
-from .fake_relay import Answer, instead, only
+from tests.broadcast import fake_relay as lies
+from tests.broadcast.conftest import (
+    PATIENCE_S,
+    Run,
+    fetch,
+    fetched,
+    newest,
+    no_latest,
+    not_fetched,
+    weights,
+)
+from tests.broadcast.conftest import warnings as warned
+from tests.broadcast.fake_relay import Answer, instead, only
 
 QUICK = [
     *(lies.flipped, lies.truncated, lies.padded, lies.cut_off, lies.overflowing),

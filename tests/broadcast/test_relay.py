@@ -22,10 +22,18 @@ from broadcast.relay_store import RelayStore
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.signed import SigningKey
+from tests.broadcast.conftest import (
+    LOG,
+    PATIENCE_S,
+    Run,
+    fetched,
+    metric,
+    newest,
+    warnings,
+    weights,
+)
+from tests.broadcast.fake_relay import held_until, not_there, silent
 from tests.waiting import eventually
-
-from .conftest import LOG, PATIENCE_S, Run, fetched, metric, newest, warnings, weights
-from .fake_relay import held_until, not_there, silent
 
 pytestmark = pytest.mark.slow
 

@@ -18,10 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broadcast.admission import MAX_TOKENS_BYTES, Tokens, read_tokens
+from broadcast.admission import MAX_TOKENS_BYTES, Metrics, Tokens, read_tokens
 from broadcast.answers import byte_range
 from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest
-from broadcast.metrics import Metrics
 from broadcast.relay import run_origin
 from broadcast.server import Limits, ServerOptions, shardcast_distribution
 from broadcast.store import refresh_latest
@@ -30,6 +29,19 @@ from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.http_server import TokenBuckets
 from runspec.core.roles import sign_latest
+from tests.broadcast.conftest import (
+    CHUNK_BYTES,
+    LOG,
+    PATIENCE_S,
+    Run,
+    Served,
+    fetched,
+    large_chunk,
+    metric,
+    newest,
+    warnings,
+    weights,
+)
 from tests.ended_at_once import hears_sigterm_at_once
 from tests.waiting import eventually
 

@@ -15,19 +15,17 @@ import httpx
 import pytest
 
 from broadcast.client import WeightsClient, WrongFiles
-from broadcast.disk import TOUCH_EVERY_S, VALID_S, Pins, ProvenChunks
-from broadcast.keygen import make_keys, renew_keys
-from broadcast.layout import stored_versions
+from broadcast.disk import ProvenChunks
+from broadcast.layout import make_keys, renew_keys, stored_versions
 from broadcast.manifest import MAX_CHUNK_BYTES
-from broadcast.relay_store import StoredVersions
+from broadcast.relay_store import TOUCH_EVERY_S, VALID_S, Pins, StoredVersions
 from broadcast.store import AlreadyPublished, newest_version, prune, publish_objects, refresh_latest
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.roles import Roles, open_roles, sign_roles
 from runspec.core.signed import SigningKey
-
-from .conftest import (
+from tests.broadcast.conftest import (
     CHUNK_BYTES,
     LOG,
     PATIENCE_S,
@@ -453,7 +451,7 @@ def test_keys_are_renewed_one_by_one(tmp_path: Path) -> None:
 def test_expired_roles_are_renewed_and_those_of_another_root_are_not(tmp_path, monkeypatch):
     for name in ("ours", "theirs"):
         with monkeypatch.context() as patch:
-            patch.setattr("broadcast.keygen.VALID_S", -1000.0)
+            patch.setattr("broadcast.layout.VALID_S", -1000.0)
             make_keys(tmp_path / name, run="demo")
         (tmp_path / name / "publisher.key").unlink()  # private keys may lie elsewhere
     theirs = (tmp_path / "theirs" / "roles.json").read_bytes()

@@ -25,7 +25,7 @@ from runspec.core.models.family import parse_config
 from runspec.core.run_files import STATE_FILE
 from runspec.core.schema.load import SpecFiles, load_layers, load_resolved
 from sampler.tasks.traces import build_warm_start_data
-from tests.family_package.installed import family_paths
+from tests.examples.installed import installed_paths
 from tests.harness import TARGET_SHORT, LiveRun, runspec, standing_still
 from tests.waiting import HANG_S
 from verify.coordinator.ledger.ledger import Ledger
@@ -90,7 +90,7 @@ def installed(directory: Path) -> Iterator[None]:
         directory: gets the package's metadata; does not exist yet.
     """
     with pytest.MonkeyPatch.context() as patch:
-        paths = family_paths(directory)
+        paths = installed_paths("model_family", directory)
         for path in paths:
             patch.syspath_prepend(path)
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))

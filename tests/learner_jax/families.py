@@ -82,7 +82,7 @@ FROM_PACKAGE: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_theta": 3000.0, **LLAMA3},
     }
 }
-"""Families that a package brings (`tests.family_package.installed`)."""
+"""Families that a package brings (`examples/model_family`)."""
 
 
 def transformers_config(name: str) -> Any:

@@ -42,7 +42,7 @@ from runspec.core.files import (
 )
 from runspec.core.http_client import LateAnswer, LongAnswer, NoAnswer, fetch, fetch_now, new_session
 from runspec.core.http_server import counter, gauge, serve_metrics, serving
-from tests.broadcast.scripted import Peer, Scripted
+from tests.broadcast.fake_relay import Peer, Scripted
 from tests.waiting import eventually
 
 LOG = logging.getLogger("role")

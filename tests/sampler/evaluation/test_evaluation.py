@@ -19,9 +19,8 @@ from runspec.core.schema import Evaluation
 from sampler.evaluation.ask import WORDS, Overlap, figures, interval, majority, overlaps, pass_at_k
 from sampler.evaluation.evaluator import Arrivals, Results, due, due_versions
 from sampler.role import RoleOptions
-from tests.broadcast.conftest import Run
+from tests.broadcast.conftest import ModelVersions, Run
 from tests.broadcast.fake_relay import held_until
-from tests.broadcast.model_versions import ModelVersions
 from tests.figures import figures_of
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.waiting import eventually

@@ -32,9 +32,8 @@ from sampler.worker.rollouts import (
     next_action,
 )
 from sampler.worker.stores import Meter, Versions
-from tests.broadcast.conftest import Run
+from tests.broadcast.conftest import ModelVersions, Run
 from tests.broadcast.fake_relay import Request, held_until
-from tests.broadcast.model_versions import ModelVersions
 from tests.figures import figures_of
 from tests.sampler.worker.works import LENGTH, LOG, LONG_S, site_of
 from tests.verify.coordinator.deployment import tiny_spec

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec.local.monitors import Entry, Target
-from tests.family_package.installed import add_package
+from tests.examples.installed import add_package
 
 KINDS = ("writing", "raising", "hanging", "unimportable")
 

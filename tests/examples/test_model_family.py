@@ -15,9 +15,14 @@ from runspec.core.errors import UserError
 from runspec.core.models import family as families
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import MODELS_GROUP, Family, Row, family, load_config, parse_config
-from runspec.core.models.parameters import adapter_rows, parameters, trained_parameters
+from runspec.core.models.parameters import (
+    adapter_rows,
+    parameters,
+    trained_parameters,
+)
 from runspec.core.schema import Lora
-from tests.family_package.installed import FOLDER, add_package, family_paths
+from runspec.core.schema.learner import Lora
+from tests.examples.installed import add_package, installed_paths
 from tests.learner_jax.families import saved
 from tests.learner_jax.test_families import assert_parity
 
@@ -28,7 +33,7 @@ pytestmark = pytest.mark.slow
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of installed packages, this one among them; more may be added."""
     folder = tmp_path / "site"
-    for path in family_paths(folder):
+    for path in installed_paths("model_family", folder):
         monkeypatch.syspath_prepend(path)
     families._offered.cache_clear()
     yield folder
@@ -56,7 +61,7 @@ def test_its_shape_is_read_without_jax(installed):
         "from runspec.core.models.family import load_config\n"
         "print(len(weight_map(load_config(Path(sys.argv[1])))), 'jax' in sys.modules)\n"
     )
-    paths = os.pathsep.join([str(installed), str(FOLDER)])
+    paths = os.pathsep.join(sys.path[:2])  # those of `installed`
     done = subprocess.run(
         [sys.executable, "-c", program, str(saved("exaone4"))],
         env={**os.environ, "PYTHONPATH": paths},

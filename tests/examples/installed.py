@@ -1,22 +1,22 @@
-"""The package of this folder, as if it were installed: on sys.path, with its entry points."""
+"""Packages below `examples/`, as if they were installed: on sys.path, with their entry points."""
 
 from __future__ import annotations
 
 import tomllib
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def family_paths(directory: Path) -> list[str]:
+def installed_paths(example: str, directory: Path) -> list[str]:
     """Writes what an installation leaves into `directory`; returns what goes to PYTHONPATH."""
-    project = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((EXAMPLES / example / "pyproject.toml").read_text())["project"]
     lines = [f"[{group}]" for group in project["entry-points"]]
     lines += [
         f"{k} = {v}" for points in project["entry-points"].values() for k, v in points.items()
     ]
     add_package(directory, project["name"], "\n".join(lines))
-    return [str(directory), str(FOLDER)]
+    return [str(directory), str(EXAMPLES / example)]
 
 
 def add_package(directory: Path, name: str, entry_points: str) -> None:
