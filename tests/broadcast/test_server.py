@@ -45,20 +45,6 @@ from tests.broadcast.conftest import (
 from tests.ended_at_once import hears_sigterm_at_once
 from tests.waiting import eventually
 
-from .conftest import (
-    CHUNK_BYTES,
-    LOG,
-    PATIENCE_S,
-    Run,
-    Served,
-    fetched,
-    large_chunk,
-    metric,
-    newest,
-    warnings,
-    weights,
-)
-
 pytestmark = pytest.mark.slow
 
 A, B = "a" * 32, "B0._~+/=-" * 4

@@ -16,9 +16,6 @@ from tests.broadcast.conftest import Run, fetched, newest, no_latest, not_fetche
 from tests.broadcast.fake_relay import instead
 from tests.waiting import eventually
 
-from .conftest import Run, fetched, newest, no_latest, not_fetched, weights
-from .fake_relay import instead
-
 MINUTES = 60.0
 
 

@@ -21,7 +21,6 @@ from runspec.core.models.parameters import (
     trained_parameters,
 )
 from runspec.core.schema import Lora
-from runspec.core.schema.learner import Lora
 from tests.examples.installed import add_package, installed_paths
 from tests.learner_jax.families import saved
 from tests.learner_jax.test_families import assert_parity
