@@ -1,4 +1,4 @@
-"""`python -m bridge publish | export | import | verify | check | diff | apply`."""
+"""The publisher, and `python -m bridge export | import | verify | check | diff | apply`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.object_store import folder_at
-from runspec.core.process import run_role, stop_event
+from runspec.core.process import stop_event
+from runspec.core.role_start import Role
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,15 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     diff.add_argument("--out", type=Path, help="where to write the delta; default: nowhere")
 
     command("apply", "a version and a delta -> the next version", _apply, "BASE", "DELTA", "OUT")
-    publish = command(
-        "publish", "publish each new policy version of a run until told to end", _publish
-    )
-    publish.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
-    publish.add_argument("--metrics", metavar="HOST:PORT", help="serves Prometheus metrics there")
-
     arguments = parser.parse_args(argv)
-    if arguments.command == "publish":
-        return run_role("publisher", lambda log: _publish(arguments, log))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         return arguments.run_command(arguments) or 0
@@ -66,13 +59,13 @@ def main(argv: list[str] | None = None) -> int:
 # numpy and TensorStore are imported by the command that needs them, so that --help is quick.
 
 
-def _publish(arguments: argparse.Namespace, log: logging.Logger) -> None:
+def publish(role: Role, log: logging.Logger) -> None:
+    """Publish each new policy version of a run until told to end."""
     from bridge.publisher import Publisher, publish_versions
     from runspec.core.metrics import serve_metrics
-    from runspec.core.spec.load import load_resolved
 
-    publisher = Publisher(arguments.run_dir, load_resolved(arguments.run_dir), log)
-    serve_metrics(arguments.metrics, publisher.figures, log)
+    publisher = Publisher(role.folder, role.spec, log)
+    serve_metrics(role.figures, publisher.figures, log)
     publish_versions(publisher, stop_event())
 
 

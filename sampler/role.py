@@ -1,4 +1,4 @@
-"""What the roles that sample have in common: their command line, and the watch for versions."""
+"""The watch for versions of the roles that sample."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from broadcast.client import WeightsClient
 from runspec.core.errors import UserError
 from runspec.core.latest import Latest
-from runspec.core.signed import SigningKey
-from verify.client import CoordinatorClient
+from verify.plugins import WeightsLocation
 
 _POLL_S = 20.0
 """Seconds that one request for a newer version stays open."""
@@ -21,45 +18,22 @@ _RETRY_S = 1.0
 _JOIN_S = 0.05
 
 
-@dataclass(frozen=True)
-class RoleOptions:
-    """Options of the command line of a worker or an evaluator."""
-
-    run: str
-    coordinator: str
-    weights: list[str]
-    public_key: str
-    key: Path
-    dir: Path
-    metrics: str | None = field(default=None, kw_only=True)
-    """Where the figures are served, see `serve_metrics`."""
-
-    def connect(self) -> tuple[CoordinatorClient, SigningKey]:
-        """Return a client of the coordinator, and the key that it signs with.
-
-        Raises:
-            UserError: the key cannot be read.
-        """
-        key, root = SigningKey.load(self.key), self.public_key
-        return CoordinatorClient(self.coordinator, key, run=self.run, root_public_key=root), key
-
-
 class VersionWatch(ABC):
     """Waits in a thread for announcements of newer versions, and has a client to fetch them with.
 
     Args:
-        options: name relays or origins, and the folder that stores versions in `weights/v<N>`.
+        source: names relays or origins, and the folder that stores versions in `v<N>`.
         fetch_s: seconds after which a fetch is given up.
         log: receives errors of the watch.
     """
 
-    def __init__(self, options: RoleOptions, fetch_s: float, log: logging.Logger) -> None:
+    def __init__(self, source: WeightsLocation, fetch_s: float, log: logging.Logger) -> None:
         self._news, self._client = (  # two, so a long poll delays no fetch
             WeightsClient(
-                options.weights,
-                run=options.run,
-                root_public_key=options.public_key,
-                cache_dir=options.dir / "weights",
+                source.urls,
+                run=source.run,
+                root_public_key=source.root_public_key,
+                cache_dir=source.cache_dir,
             )
             for _ in range(2)
         )

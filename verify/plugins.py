@@ -27,6 +27,7 @@ import numpy as np
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
 from runspec.core.process import not_retried
+from runspec.core.role_start import Role
 from runspec.core.spec.plugins import PREFILL_GROUP
 from runspec.core.spec.schema import RunSpec
 from verify.truncation import Choices, Truncation
@@ -211,6 +212,11 @@ class WeightsLocation:
     root_public_key: str
     cache_dir: Path
     """Folder of fetched versions."""
+
+    @classmethod
+    def of(cls, role: Role) -> WeightsLocation:
+        """Return where a role of a run finds them; it has a folder for them."""
+        return cls(role.spec.name, role.weights(), role.root_public_key, role.work / "weights")
 
 
 class PrefillEngine(Protocol):

@@ -15,6 +15,7 @@ from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError, one_line
 from runspec.core.http_client import NoAnswer, fetch_now
 from runspec.core.models.family import model_config
+from runspec.core.role_start import Endpoints
 from runspec.core.signed import SigningKey
 from runspec.local.backend import StopSignals
 from runspec.local.formatting import per_second, reported
@@ -93,9 +94,11 @@ def _join(options: JoinOptions) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with hold(folder), StopSignals() as stops:
         say(f"working in pool {pool}; Ctrl-C leaves. Log: {folder}")
+        relays = {str(i): reachable(url, link) for i, url in enumerate(site.weights)}
+        identity = spec.identity.model_copy(update={"root_public_key": link.root})
         worker = Worker(
-            link=link,
-            weights=[reachable(url, link) for url in site.weights],
+            spec=spec.model_copy(update={"identity": identity}),
+            endpoints=Endpoints(link.coordinator, relays=relays),
             key=options.key.absolute(),
             folder=folder,
             pool=next(each for each in spec.samplers if each.name == pool),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 from runspec.cli.apply import carry_out_or_explain
@@ -12,12 +11,13 @@ from runspec.cli.spec_files import sound_spec
 from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
+from runspec.core.role_start import Endpoints, address, save_endpoints
 from runspec.core.spec.load import FILE_NAME as SPEC_FILE
 from runspec.core.spec.load import SpecFiles, dump_resolved
-from runspec.core.spec.role_names import shares_name, trunk_names
+from runspec.core.spec.role_names import trunk_names
 from runspec.local.backend import LOCAL, pinned
 from runspec.local.bundle import TRUNK_GROUP, install, load_bundle, require_own
-from runspec.local.endpoints import Endpoints, address, fixed_endpoints
+from runspec.local.endpoints import fixed_endpoints
 from runspec.local.machine import this_machine
 from runspec.local.planning import make_plan
 from runspec.local.prepare import link_starting_model, write_targets
@@ -75,7 +75,8 @@ def role_command(name: str | None, path: Path, folder: Path | None, listen: str 
         shared, spec = bundle.group == TRUNK_GROUP, bundle.spec
         folder = run_directory(spec, None) if shared else own_folder(spec, bundle.group)
     folder = folder.absolute()
-    endpoints = _listening(fixed_endpoints(bundle.spec), name, listen)
+    endpoints = fixed_endpoints(bundle.spec)
+    _require_address(endpoints, name, listen)
     require_own(bundle, folder)
     if name == TRUNK_GROUP:  # a run of which this machine starts nothing else
         install(bundle, folder)
@@ -86,8 +87,9 @@ def role_command(name: str | None, path: Path, folder: Path | None, listen: str 
     require_writable(own, "the role's folder", "mend the permissions, or name another --dir")
     with hold(own, role=name) as lock:
         identity = install(bundle, folder)
-        run = PreparedRun(bundle.spec, folder, endpoints, identity, this_machine(), lock)
+        run = PreparedRun(bundle.spec, folder, endpoints, identity, this_machine(), lock, listen)
         (role,) = role_specs(run, here={name})
+        save_endpoints(folder, endpoints)
         write_targets(folder, bundle.spec, endpoints, bundle.roles)
         if name in trunk_names(bundle.spec):
             write_atomic(folder / SPEC_FILE, dump_resolved(bundle.spec))
@@ -99,8 +101,12 @@ def role_command(name: str | None, path: Path, folder: Path | None, listen: str 
     raise AssertionError("a process that was replaced does not return")
 
 
-def _listening(endpoints: Endpoints, name: str, listen: str | None) -> Endpoints:
-    """The endpoints, with the address at which this role is to listen in the place of its URL."""
+def _require_address(endpoints: Endpoints, name: str, listen: str | None) -> None:
+    """Refuse an address to listen on that is missing, malformed, or of no server.
+
+    Raises:
+        UserError: with what is to be said instead.
+    """
     own = endpoints.all().get(name)
     if listen is None:
         if own is not None and not own.startswith("http://"):
@@ -109,22 +115,10 @@ def _listening(endpoints: Endpoints, name: str, listen: str | None) -> Endpoints
                 place=name,
                 remedy="say with --listen HOST:PORT where it listens behind that",
             )
-        return endpoints
+        return
     if own is None or name == "learner" or name in endpoints.islands:
         raise UserError("has no address of its own", place=name, remedy="leave --listen out")
-    url = f"http://{listen}"
     try:
-        address(url)
+        address(f"http://{listen}")
     except UserError as error:
         raise UserError(error.thing, place="--listen", remedy="say HOST:PORT") from error
-    if name == "coordinator":
-        return replace(endpoints, coordinator=url)
-    if name == "origin":
-        return replace(endpoints, origin=url)
-    for island in endpoints.shares:
-        if name == shares_name(island):
-            # The others still reach it under the address that the spec gives.
-            shares, public = {**endpoints.shares, island: url}, {**endpoints.public, name: own}
-            return replace(endpoints, shares=shares, public=public)
-    relays = {**endpoints.relays, name.removeprefix("relay-"): url}
-    return replace(endpoints, relays=relays)

@@ -12,7 +12,7 @@ from typing import Any
 from runspec.core.errors import UserError, describe_error
 from runspec.core.files import write_atomic
 from runspec.core.process import EXIT_FINAL, EXIT_USER_ERROR
-from runspec.core.run_files import initial_model, warm_start_cache
+from runspec.core.run_files import initial_model
 from runspec.core.spec.load import spec_digest
 from runspec.core.spec.role_names import monitor_names
 from runspec.local.backend import last_lines, processes_of
@@ -54,8 +54,7 @@ def supervise(run: PreparedRun, watcher: Watcher, stop_requests: Callable[[], in
         RunFailed: a role kept dying, or said that the run cannot go on; with its last error.
         UserError: a process cannot be started or a file cannot be written.
     """
-    cache = warm_start_cache(run.directory)
-    stages = [] if _starting_model(run).exists() else [first_version_role(run, cache)]
+    stages = [] if _starting_model(run).exists() else [first_version_role(run)]
     with closing(RunState(run.directory)) as state:
         return drive(run, stages, role_specs, state, watcher, stop_requests)
 

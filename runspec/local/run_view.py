@@ -17,12 +17,13 @@ from typing import Any, Literal
 from broadcast.layout import manifest_name, stored_versions
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL
+from runspec.core.role_start import load_endpoints
 from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.inputs import hourly_price
 from runspec.local.backend import birth
 from runspec.local.diagnosis import Cause, alarm_text, diagnose, dropped_text, unsolved_text
-from runspec.local.endpoints import coordinator_status, load_endpoints
+from runspec.local.endpoints import coordinator_status
 from runspec.local.evaluations import results_of
 from runspec.local.formatting import duration, number
 from runspec.local.metrics import Row, read_rows, step_gaps

@@ -23,22 +23,23 @@ from runspec.core.errors import UserError
 from runspec.core.latest import Latest
 from runspec.core.metrics import PREFIX, counter, gauge, serve_metrics
 from runspec.core.process import not_retried
+from runspec.core.role_start import Role
 from runspec.core.signed import SigningKey
 from runspec.core.spec.role_names import evaluator_pool
 from runspec.core.spec.schema import Evaluation, RunSpec
 from sampler.engine.engine import Engine, EngineDied, same_death_is_final
 from sampler.evaluation.ask import Questions, ask, summary
-from sampler.role import RoleOptions, VersionWatch
+from sampler.role import VersionWatch
 from sampler.tasks.task_set import RunTask, build_evaluation_set
-from verify.client import CoordinatorClient, problem_files
+from verify.client import CoordinatorClient, connect, problem_files
 from verify.formats.evaluation import Evaluated, ProblemResult, sign_evaluation
-from verify.plugins import require_graders
+from verify.plugins import WeightsLocation, require_graders
 
 _LOOK_S = 0.5
 
 
 def evaluate_versions(
-    options: RoleOptions,
+    role: Role,
     log: logging.Logger,
     stop: threading.Event,
     *,
@@ -50,7 +51,7 @@ def evaluate_versions(
         UserError: an error that a person can fix; the message names it.
         RunStopped: an error that would occur again.
     """
-    client, key = options.connect()
+    client, key = connect(role)
     spec = client.spec()
     require_graders(spec)
     done = client.evaluations()
@@ -59,15 +60,15 @@ def evaluate_versions(
     with ExitStack() as up:  # closes in reverse order
         with not_retried():  # before any thread starts: on CPUs it may fork this process
             made = up.enter_context(closing(engine(evaluator_pool(spec))))
-        serve_metrics(options.metrics, results, log)
+        serve_metrics(role.figures, results, log)
         arrivals = Arrivals(
-            options,
+            WeightsLocation.of(role),
             spec.verify.lease_timeout,
             log,
             due=lambda after, newest: due_versions(spec, after, newest, done),
         )
         up.enter_context(closing(arrivals))
-        data = problem_files(client, spec, options.dir / "data", log)
+        data = problem_files(client, spec, role.work / "data", log)
         evaluator = Evaluator(client, key, spec, data, log, up, results, made)
         while not stop.is_set():
             last = arrivals.newest >= spec.steps  # if so, what is due is there already
@@ -184,19 +185,19 @@ class Arrivals(VersionWatch):
     `newest` is the newest version that was announced, once what is due up to it was fetched.
 
     Args:
-        options, fetch_s, log: as for `VersionWatch`.
+        source, fetch_s, log: as for `VersionWatch`.
         due: returns the versions in (after, newest] that are due, in order.
     """
 
     def __init__(
         self,
-        options: RoleOptions,
+        source: WeightsLocation,
         fetch_s: float,
         log: logging.Logger,
         *,
         due: Callable[[int, int], Sequence[int]],
     ) -> None:
-        super().__init__(options, fetch_s, log)
+        super().__init__(source, fetch_s, log)
         self._due = due
         self._changed = threading.Condition()
         self._waiting: Arrived | None = None

@@ -30,10 +30,11 @@ from runspec.core.latest import Latest
 from runspec.core.metrics import counter, gauge
 from runspec.core.signed import BadSignature
 from sampler.engine.requests import Sampled
-from sampler.role import RoleOptions, VersionWatch
+from sampler.role import VersionWatch
 from sampler.worker.rollouts import OpenLease, PlannedRollout
 from verify.formats.lease import Lease
 from verify.formats.submission import MAX_ENVELOPE_BYTES, open_submission
+from verify.plugins import WeightsLocation
 
 
 @dataclass
@@ -166,8 +167,8 @@ FIRST_S = 600.0
 class Versions(VersionWatch):
     """Fetches versions; only those passed to `keep` and the newest stay on this machine."""
 
-    def __init__(self, options: RoleOptions, fetch_s: float, log: logging.Logger) -> None:
-        super().__init__(options, fetch_s, log)
+    def __init__(self, source: WeightsLocation, fetch_s: float, log: logging.Logger) -> None:
+        super().__init__(source, fetch_s, log)
         self._fetching = threading.Lock()
         self._here: dict[tuple[int, str], Path] = {}
 

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from runspec.core.errors import UserError
+from runspec.core.role_start import address
 from runspec.core.spec.role_names import (
     island_processes,
     island_spec,
@@ -16,7 +17,7 @@ from runspec.core.spec.role_names import (
 )
 from runspec.core.spec.schema import Hardware, Kubernetes, RunSpec
 from runspec.local.bundle import TRUNK_GROUP
-from runspec.local.endpoints import address, fixed_metrics
+from runspec.local.endpoints import fixed_metrics
 from runspec.local.site import BASE_PORT, Disk, Group
 
 RUN_LABEL = "runspec.dev/run"

@@ -33,6 +33,7 @@ from runspec.backends.ray.cluster import (
 )
 from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
+from runspec.core.role_start import address, save_endpoints
 from runspec.core.spec.load import dump_resolved, load_resolved
 from runspec.core.spec.role_names import (
     STAGES,
@@ -44,7 +45,7 @@ from runspec.core.spec.role_names import (
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import Look, Processes, StopSignals
 from runspec.local.bundle import TRUNK_GROUP, make_bundles
-from runspec.local.endpoints import PORTS, address, save_endpoints
+from runspec.local.endpoints import PORTS
 from runspec.local.prepare import write_targets
 from runspec.local.processes import PreparedRun, RoleSpec, secret_values
 from runspec.local.run_dir import note_site, run_directory

@@ -23,10 +23,11 @@ from urllib.parse import urlsplit
 
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
+from runspec.core.role_start import Endpoints, save_endpoints
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import AT_TRUNK, Child, Look, start_child
 from runspec.local.bundle import TRUNK_GROUP, decode_bundle, install
-from runspec.local.endpoints import Endpoints, port_answers, port_is_free
+from runspec.local.endpoints import port_answers, port_is_free
 from runspec.local.machine import this_machine
 from runspec.local.processes import PreparedRun, RoleSpec, role_specs
 from runspec.local.run_dir import holder, own_folder
@@ -195,6 +196,7 @@ def _made_here(order: Order) -> tuple[RoleSpec, Path]:
     folder = own_folder(bundle.spec, order.name)
     folder.mkdir(parents=True, exist_ok=True)
     identity = install(bundle, folder)
+    save_endpoints(folder, order.endpoints)
     run = PreparedRun(bundle.spec, folder, order.endpoints, identity, this_machine(), lock=-1)
     cores = None if order.cores is None else {order.name: order.cores}
     (role,) = role_specs(run, {order.name}, cores)

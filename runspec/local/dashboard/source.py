@@ -17,13 +17,13 @@ from tokenizers import Tokenizer
 from broadcast.layout import stored_versions
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.files import read_bounded
+from runspec.core.role_start import load_endpoints
 from runspec.core.run_files import METRICS_FILE, initial_model, submission_files
 from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.core.tokenizer_files import MAX_TOKENIZER_BYTES, read_tokenizer, tokenizer_of
 from runspec.local.diagnosis import diagnose
-from runspec.local.endpoints import load_endpoints
 from runspec.local.evaluations import results_of
 from runspec.local.formatting import reported
 from runspec.local.metrics import bytes_sent, latest_by_step, objects, read_rows, served_bytes

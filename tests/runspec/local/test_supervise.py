@@ -20,13 +20,13 @@ from runspec.cli.apply import apply_command
 from runspec.cli.status import read_status
 from runspec.core.errors import NotNow, UserError
 from runspec.core.process import EXIT_FINAL
+from runspec.core.role_start import load_endpoints
 from runspec.core.spec.load import SpecFiles, load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.local import backend, progress
 from runspec.local import supervisor as requests
 from runspec.local.apply import RunFailed, drive
 from runspec.local.backend import birth
-from runspec.local.endpoints import load_endpoints
 from runspec.local.fleet import Changed
 from runspec.local.run_dir import RunLocked, hold, holder
 from runspec.local.state import RequestRow, RoleRow, RunState
