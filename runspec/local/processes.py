@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from runspec.core.errors import UserError
 from runspec.core.role_start import Endpoints, Role, load_endpoints
@@ -14,6 +13,7 @@ from runspec.core.spec import role_names
 from runspec.core.spec.load import load_resolved
 from runspec.core.spec.role_names import evaluator_pool, island_spec
 from runspec.core.spec.schema import Learner, RunSpec
+from runspec.local.fleet import NEEDED, RestartPolicy
 from runspec.local.identity import Identity, make_identity
 from runspec.local.machine import (
     Machine,
@@ -86,14 +86,8 @@ class RoleSpec:
     """Cores it is pinned to; empty leaves it unpinned."""
     listen: tuple[str, int] | None = None
     """Where it serves: it is running once this answers. Others are once they have logged a line."""
-    ends_run: bool = False
-    """Its exit 0 ends the run."""
-    ends_when_sampled: bool = False
-    """Its exit 0 is no death once every step of the run has its rollouts."""
-    may_fail: bool = False
-    """However often it dies, the run goes on: it can do without it for a time."""
-    late_s: float | None = None
-    """How long a trained run waits for its exit 0; None: as for all others."""
+    policy: RestartPolicy = NEEDED
+    """What its end means."""
 
 
 def first_version_role(run: PreparedRun) -> RoleSpec:
@@ -102,7 +96,8 @@ def first_version_role(run: PreparedRun) -> RoleSpec:
     devices = assign_devices(run.spec, roles_here(run.spec)).get("learner")
     # One process makes the version, on the whole mesh.
     learner = run.spec.learner.model_copy(update={"hosts": 1})
-    return RoleSpec(name, run.command(name), _learner_env(run, learner, (), devices), ends_run=True)
+    env = _learner_env(run, learner, (), devices)
+    return RoleSpec(name, run.command(name), env, policy=RestartPolicy(ends_run=True))
 
 
 def role_specs(
@@ -141,9 +136,10 @@ def role_specs(
     roles = []
     for name in (name for name in names if name in here):
         mine, devices = cores.get(name, ()), assigned.get(name)
-        role = RoleSpec(name, run.command(name), cores=mine, **_rules(run, name, kinds[name]))
-        env = _environment(run, name, kinds[name], mine, devices)
-        roles.append(replace(role, env={**env, **secrets}))
+        policy = _policy(spec, name, kinds[name])
+        listen = run.role(name).address if policy.server else None
+        env = {**_environment(run, name, kinds[name], mine, devices), **secrets}
+        roles.append(RoleSpec(name, run.command(name), env, mine, listen, policy))
     return roles
 
 
@@ -152,27 +148,25 @@ def roles_here(spec: RunSpec) -> set[str]:
     return set(role_names.role_names(spec)) - role_names.elsewhere(spec)
 
 
-def _rules(run: PreparedRun, name: str, kind: str) -> dict[str, Any]:
-    """Return where a role listens, and what its end means."""
-    spec = run.spec
+def _policy(spec: RunSpec, name: str, kind: str) -> RestartPolicy:
     match kind:
         case "origin" | "relay" | "coordinator":
-            return {"listen": run.role(name).address}
+            return RestartPolicy(server=True)
         case "shares":
-            own = name == role_names.shares_name(role_names.island_names(spec)[0])
-            return {"listen": run.role(name).address, "may_fail": not own}
+            first = role_names.shares_name(role_names.island_names(spec)[0])
+            return RestartPolicy(may_fail=name != first, server=True)
         case "learner":
-            ours = name in role_names.learner_names(spec)
             ends = name == "learner"
-            return {"ends_run": ends, "ends_when_sampled": not ends, "may_fail": not ours}
+            others = name not in role_names.learner_names(spec)
+            return RestartPolicy(ends_run=ends, ends_when_sampled=not ends, may_fail=others)
         case "validator" | "worker":
-            return {"ends_when_sampled": True}
+            return RestartPolicy(ends_when_sampled=True)
         case "evaluator":
-            return {"may_fail": True, "late_s": spec.evaluator.deadline}
+            return RestartPolicy(may_fail=True, late_s=spec.evaluator.deadline)
         case "monitor":
-            names = role_names.monitor_names(spec)
-            return {"may_fail": True, "late_s": spec.monitors[names.index(name)].deadline}
-    return {}
+            each = spec.monitors[role_names.monitor_names(spec).index(name)]
+            return RestartPolicy(may_fail=True, onlooker=True, late_s=each.deadline)
+    return NEEDED
 
 
 def _environment(

@@ -19,6 +19,7 @@ from runspec.core.role_start import Endpoints, Role, address, load_endpoints, sa
 from runspec.core.spec.role_names import DRAWN, WARM_START, placeable, role_names, server_names
 from runspec.core.spec.schema import RunSpec
 from runspec.local.endpoints import fixed_endpoints, plan_endpoints, port_is_free
+from runspec.local.fleet import RestartPolicy
 from runspec.local.identity import Identity
 from runspec.local.machine import (
     Machine,
@@ -108,7 +109,7 @@ def test_the_laptop_profile_is_eight_processes() -> None:
     # and version 0 is made by one process on the whole mesh
     first = first_version_role(run_of(small_spec("small", 5, TWO_HOSTS)))
     assert first.command[-2:] == ("warm-start", "/runs/small")
-    assert first.ends_run and "device_count=2" in first.env["XLA_FLAGS"]
+    assert first.policy.ends_run and "device_count=2" in first.env["XLA_FLAGS"]
 
 
 def test_every_role_can_be_started() -> None:
@@ -130,7 +131,7 @@ def test_a_learner_of_two_hosts_is_two_processes_that_know_where_to_meet() -> No
         assert started(spec, name, at).program() == (None, both, f"{HERE}:8003")
         # then each has one of the mesh's devices, and the first alone ends the run
         assert "device_count=1" in roles[name].env["XLA_FLAGS"]
-        assert (roles[name].ends_run, roles[name].ends_when_sampled) == (number == 0, number == 1)
+        assert roles[name].policy == RestartPolicy(number == 0, number == 1)
     # and a host that a backend names gets its number
     names = {"TPU_WORKER_HOSTNAMES": "a,b"}
     for env, ids in (
@@ -237,9 +238,12 @@ def test_each_island_is_a_learner_and_a_server_of_its_shares() -> None:
     assert started(spec, "shares-b").store == Path("/runs/reads/store/shares-b")
     assert roles["shares-b"].listen == ("127.0.0.1", 8101)
     # and only the trunk's end the run, by success or by failure
-    assert [name for name, role in roles.items() if role.ends_run] == ["learner"]
-    assert [name for name, role in roles.items() if role.may_fail] == ["island-b", "shares-b"]
-    assert roles["island-b"].ends_when_sampled
+    assert [name for name, role in roles.items() if role.policy.ends_run] == ["learner"]
+    assert [name for name, role in roles.items() if role.policy.may_fail] == [
+        "island-b",
+        "shares-b",
+    ]
+    assert roles["island-b"].policy.ends_when_sampled
     # and an island of two hosts speaks through the first, each with its part of the devices
     many = {"mesh": {"fsdp": 4}, "hardware": {"kind": "cpu", "count": 4}}
     spec = island_run({"name": "a"}, TWO_OF_B | many, {"name": "c"})
