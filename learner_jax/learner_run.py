@@ -14,8 +14,8 @@ from learner_jax.distributed import Peers
 from learner_jax.metrics import Rows
 from runspec.core.models.config import ModelConfig
 from runspec.core.object_store import Folder
+from runspec.core.role_start import root_public_key
 from runspec.core.run_files import corpus_cache, outer_folder, params_folder, state_folder
-from runspec.core.signed import SigningKey
 from runspec.core.spec.role_names import island_names, island_spec
 from runspec.core.spec.schema import RunSpec
 
@@ -98,7 +98,5 @@ class LearnerRun:
 
     def root_public_key(self) -> str:
         """The public key that the run's roles are signed with."""
-        pinned = self.spec.identity.root_public_key
-        if self.link is not None and self.link.root_public_key is not None:
-            pinned = self.link.root_public_key
-        return pinned or SigningKey.load(self.folder / "keys" / "root.key").public_hex
+        given = None if self.link is None else self.link.root_public_key
+        return given or root_public_key(self.folder, self.spec)

@@ -11,17 +11,16 @@ from runspec.cli.spec_files import sound_spec
 from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
-from runspec.core.role_start import Endpoints, address, save_endpoints
+from runspec.core.role_start import Endpoints, address
 from runspec.core.spec.load import FILE_NAME as SPEC_FILE
 from runspec.core.spec.load import SpecFiles, dump_resolved
 from runspec.core.spec.role_names import trunk_names
 from runspec.local.backend import LOCAL, pinned
-from runspec.local.bundle import TRUNK_GROUP, install, load_bundle, require_own
+from runspec.local.bundle import TRUNK_GROUP, install, install_role, load_bundle, require_own
 from runspec.local.endpoints import fixed_endpoints
-from runspec.local.machine import this_machine
 from runspec.local.planning import make_plan
 from runspec.local.prepare import link_starting_model, write_targets
-from runspec.local.processes import PreparedRun, role_specs
+from runspec.local.processes import role_specs
 from runspec.local.run_dir import hold, own_folder, run_directory
 from runspec.local.site import BUNDLES, Disk, groups_of, make_site
 
@@ -86,10 +85,8 @@ def role_command(name: str | None, path: Path, folder: Path | None, listen: str 
     own = folder / "work" / name
     require_writable(own, "the role's folder", "mend the permissions, or name another --dir")
     with hold(own, role=name) as lock:
-        identity = install(bundle, folder)
-        run = PreparedRun(bundle.spec, folder, endpoints, identity, this_machine(), lock, listen)
+        run = install_role(bundle, folder, endpoints, lock=lock, listen=listen)
         (role,) = role_specs(run, here={name})
-        save_endpoints(folder, endpoints)
         write_targets(folder, bundle.spec, endpoints, bundle.roles)
         if name in trunk_names(bundle.spec):
             write_atomic(folder / SPEC_FILE, dump_resolved(bundle.spec))

@@ -98,6 +98,20 @@ def save_endpoints(folder: Path, endpoints: Endpoints) -> None:
     write_atomic(folder / FILE_NAME, canonical_json(asdict(endpoints)))
 
 
+def root_public_key(folder: Path, spec: RunSpec) -> str:
+    """Return the run's root key: the pinned one, or the throw-away one that it made.
+
+    Args:
+        folder: the run directory, or what another machine has for one.
+        spec: of the run.
+
+    Raises:
+        UserError: that one cannot be read.
+    """
+    pinned = spec.identity.root_public_key
+    return pinned or SigningKey.load(folder / "keys" / "root.key").public_hex
+
+
 @dataclass(frozen=True)
 class Role:
     """One process of a run, as it starts."""
@@ -161,9 +175,8 @@ class Role:
 
     @cached_property
     def root_public_key(self) -> str:
-        """The root key that the run's roles are signed with: the spec's, or the run's own."""
-        pinned = self.spec.identity.root_public_key
-        return pinned or SigningKey.load(self.folder / "keys" / "root.key").public_hex
+        """The root key that the run's roles are signed with."""
+        return root_public_key(self.folder, self.spec)
 
     def key(self) -> SigningKey:
         """The key that it signs with.

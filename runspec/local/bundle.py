@@ -18,6 +18,7 @@ from pathlib import Path
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, require_writable, write_atomic
+from runspec.core.role_start import Endpoints, save_endpoints
 from runspec.core.roles import OWN_WORKERS_FILE, open_roles, read_own_workers
 from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec import role_names
@@ -28,6 +29,8 @@ from runspec.core.spec.role_names import island_names
 from runspec.core.spec.schema import RunSpec
 from runspec.local.formatting import reported
 from runspec.local.identity import Identity
+from runspec.local.machine import this_machine
+from runspec.local.processes import PreparedRun
 from runspec.local.run_dir import write_spec
 
 FORMAT = 1
@@ -178,7 +181,7 @@ def require_own(bundle: Bundle, folder: Path) -> None:
         raise UserError(f"{thing}, lies here", place=str(path), remedy=remedy)
 
 
-def install(bundle: Bundle, folder: Path) -> Identity:
+def install(bundle: Bundle, folder: Path) -> None:
     """Lays out a folder as a run directory, with what the bundle has of one.
 
     The trunk's gets no spec: its supervisor compares the bundle's with the run's own.
@@ -198,4 +201,24 @@ def install(bundle: Bundle, folder: Path) -> Identity:
         write_atomic(keys / OWN_WORKERS_FILE, canonical_json(dict(bundle.workers)))
     else:
         write_spec(bundle.spec, folder, bundle.roles)
-    return Identity(keys, bundle.root_public_key)
+
+
+def install_role(
+    bundle: Bundle, folder: Path, endpoints: Endpoints, *, lock: int = -1, listen: str | None = None
+) -> PreparedRun:
+    """Lays out a folder from which one role of a bundle starts; returns what it is of the run.
+
+    Args:
+        bundle: names the role.
+        folder: the role's own, or the run directory.
+        endpoints: where the run's servers are reached.
+        lock: of the folder.
+        listen: HOST:PORT of a server that listens elsewhere.
+
+    Raises:
+        UserError: as `install`.
+    """
+    install(bundle, folder)
+    save_endpoints(folder, endpoints)
+    identity = Identity(folder / "keys", bundle.root_public_key)
+    return PreparedRun(bundle.spec, folder, endpoints, identity, this_machine(), lock, listen)

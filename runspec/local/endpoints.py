@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 from runspec.core.address import JoinLink
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
-from runspec.core.role_start import Endpoints, address, load_endpoints
-from runspec.core.signed import SigningKey
+from runspec.core.role_start import Endpoints, address, load_endpoints, root_public_key
 from runspec.core.spec import role_names
 from runspec.core.spec.role_names import members
 from runspec.core.spec.schema import RunSpec
@@ -234,9 +233,7 @@ def run_link(run_dir: Path, spec: RunSpec) -> JoinLink | None:
     """
     try:
         endpoints = load_endpoints(run_dir)
-        root = spec.identity.root_public_key
-        if root is None:
-            root = SigningKey.load(run_dir / "keys" / "root.key").public_hex
+        root = root_public_key(run_dir, spec)
     except UserError:  # not there yet, or another user's
         return None
     if endpoints is None:

@@ -21,12 +21,13 @@ from runspec.core.errors import UserError
 from runspec.core.files import new_directory, read_bounded
 from runspec.core.models.family import load_config
 from runspec.core.object_store import Folder
+from runspec.core.role_start import root_public_key
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.local.evaluations import result_line, results_of
 from runspec.local.formatting import reported
-from runspec.local.identity import load_roles, root_public_key
+from runspec.local.identity import load_roles
 from runspec.local.metrics import read_rows
 from verify.formats.evaluation import Evaluated
 

@@ -13,7 +13,7 @@ a role tries again until its servers answer, and says for whom it waits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path, PurePath
@@ -145,36 +145,41 @@ def site_spec(spec: RunSpec, root_public_key: str) -> RunSpec:
 
     Servers without a URL listen on `placement.host` at consecutive ports.
     """
-    place, broadcast = spec.placement, spec.broadcast
+    place, metrics = spec.placement, spec.placement.metrics
     base = BASE_PORT if place.base_port is None else place.base_port
     host = f"[{place.host}]" if ":" in place.host else place.host
     servers = role_names.server_names(spec)
-
-    def at(name: str) -> str:
-        return f"http://{host}:{base + servers.index(name)}"
-
-    relays = [
-        relay.model_copy(update={"url": relay.url or at(f"relay-{relay.name}")})
-        for relay in broadcast.relays
-    ]
-    learner, islands = spec.learner, spec.learner.islands
-    if islands is not None:
-        first, *others = islands.members
-        urls = [member.url or at(role_names.shares_name(member.name)) for member in others]
-        others = [m.model_copy(update={"url": url}) for m, url in zip(others, urls, strict=True)]
-        islands = islands.model_copy(update={"members": [first, *others]})
-        learner = learner.model_copy(update={"islands": islands})
-    metrics = place.metrics
     if metrics is not None and metrics.base_port is None:
         metrics = metrics.model_copy(update={"base_port": METRICS_PORT})
-    return spec.model_copy(
+    return with_urls(spec, lambda name: f"http://{host}:{base + servers.index(name)}").model_copy(
         update={
-            "learner": learner,
             "identity": spec.identity.model_copy(update={"root_public_key": root_public_key}),
             "placement": place.model_copy(update={"base_port": base, "metrics": metrics}),
-            "broadcast": broadcast.model_copy(update={"relays": relays}),
         }
     )
+
+
+def with_urls(spec: RunSpec, at: Callable[[str], str]) -> RunSpec:
+    """The spec with a URL for each relay and each island after the first.
+
+    Args:
+        spec: its own URLs stay.
+        at: gives the URL of a server.
+    """
+    relays = [
+        relay.model_copy(update={"url": relay.url or at(f"relay-{relay.name}")})
+        for relay in spec.broadcast.relays
+    ]
+    update: dict[str, object] = {"broadcast": spec.broadcast.model_copy(update={"relays": relays})}
+    if spec.learner.islands is not None:
+        first, *others = spec.learner.islands.members
+        others = [
+            each.model_copy(update={"url": each.url or at(role_names.shares_name(each.name))})
+            for each in others
+        ]
+        islands = spec.learner.islands.model_copy(update={"members": [first, *others]})
+        update["learner"] = spec.learner.model_copy(update={"islands": islands})
+    return spec.model_copy(update=update)
 
 
 def make_site(spec: RunSpec, site: Path) -> tuple[RunSpec, list[Bundle]]:

@@ -203,11 +203,12 @@ def test_a_folder_gets_what_the_bundle_has_for_its_owner_alone(tmp_path: Path) -
     )
     for name, bundle in bundles.items():
         folder = tmp_path / name
-        identity = install(bundle, folder)
-        paths = {path.stem: path for path in identity.folder.glob("*.key")}
+        install(bundle, folder)
+        keys = folder / "keys"
+        paths = {path.stem: path for path in keys.glob("*.key")}
         assert paths.keys() == bundle.keys.keys()
         assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in paths.values())
-        assert stat.S_IMODE(identity.folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE(keys.stat().st_mode) == 0o700
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         # and a second time changes nothing, while a bundle of another run is refused
         install(bundle, folder)
