@@ -10,8 +10,7 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.object_store import folder_at
-from runspec.core.process import stop_event
-from runspec.core.role_start import Role
+from runspec.core.process import Role, stop_event
 
 
 def main(argv: list[str] | None = None) -> int:

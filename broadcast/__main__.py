@@ -16,7 +16,7 @@ from runspec.core.errors import UserError
 
 if TYPE_CHECKING:
     from broadcast.server import ServerOptions
-    from runspec.core.role_start import Role
+    from runspec.core.process import Role
 
 
 def main(argv: list[str] | None = None) -> int:

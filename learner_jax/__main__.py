@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runspec.core.address import is_loopback
-from runspec.core.process import run_role, stop_event
-from runspec.core.role_start import Role, address
+from runspec.core.process import Role, address, run_role, stop_event
 from runspec.core.run_files import island_folder, warm_start_cache
 from runspec.core.spec.role_names import island_role, island_spec, shares_name
 

@@ -14,7 +14,7 @@ from learner_jax.distributed import Peers
 from learner_jax.metrics import Rows
 from runspec.core.models.config import ModelConfig
 from runspec.core.object_store import Folder
-from runspec.core.role_start import root_public_key
+from runspec.core.process import root_public_key
 from runspec.core.run_files import corpus_cache, outer_folder, params_folder, state_folder
 from runspec.core.spec.role_names import island_names, island_spec
 from runspec.core.spec.schema import RunSpec

@@ -8,8 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from runspec.core.errors import UserError
-from runspec.core.process import leave, not_retried, run_role, setup_logging
-from runspec.core.role_start import Role
+from runspec.core.process import Role, leave, not_retried, run_role, setup_logging
 from runspec.core.spec.role_names import DRAWN, WARM_START
 
 STARTS = {

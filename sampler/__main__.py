@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 
-from runspec.core.process import leave, not_retried, stop_event
-from runspec.core.role_start import Role
+from runspec.core.process import Role, leave, not_retried, stop_event
 from sampler.engine.processes import restart_with_libraries
 
 GRACE_S = 3.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from runspec.core.files import write_atomic
-from runspec.core.role_start import Endpoints, save_endpoints
+from runspec.core.process import Endpoints, save_endpoints
 from runspec.core.spec.load import FILE_NAME, dump_resolved
 from runspec.core.spec.schema import RunSpec
 

@@ -7,8 +7,7 @@ import asyncio
 import logging
 import sys
 
-from runspec.core.process import stop_event
-from runspec.core.role_start import Role
+from runspec.core.process import Role, stop_event
 from verify import proof_commands
 from verify.calibration import command as calibration
 from verify.commands import add_audit_command, add_table_command

@@ -23,8 +23,7 @@ from runspec.core.canonical import canonical_json, digest_bytes, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import atomic_file
 from runspec.core.http_client import Answer
-from runspec.core.process import not_retried
-from runspec.core.role_start import Role
+from runspec.core.process import Role, not_retried
 from runspec.core.roles import use_invite
 from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec.schema import RunSpec

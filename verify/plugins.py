@@ -26,8 +26,7 @@ import numpy as np
 
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
-from runspec.core.process import not_retried
-from runspec.core.role_start import Role
+from runspec.core.process import Role, not_retried
 from runspec.core.spec.plugins import PREFILL_GROUP
 from runspec.core.spec.schema import RunSpec
 from verify.truncation import Choices, Truncation

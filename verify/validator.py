@@ -28,8 +28,7 @@ from runspec.core.canonical import hash_parts
 from runspec.core.errors import UserError, one_line
 from runspec.core.metrics import counter, gauge, serve_metrics
 from runspec.core.models.config import read_config
-from runspec.core.process import not_retried
-from runspec.core.role_start import Role
+from runspec.core.process import Role, not_retried
 from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec.schema import RunSpec
 from verify.client import CoordinatorClient, RunFinished, WorkItem, connect, problem_files

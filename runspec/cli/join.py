@@ -15,7 +15,7 @@ from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError, one_line
 from runspec.core.http_client import NoAnswer, fetch_now
 from runspec.core.models.family import model_config
-from runspec.core.role_start import Endpoints
+from runspec.core.process import Endpoints
 from runspec.core.signed import SigningKey
 from runspec.local.backend import StopSignals
 from runspec.local.formatting import per_second, reported

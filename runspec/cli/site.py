@@ -11,18 +11,27 @@ from runspec.cli.spec_files import sound_spec
 from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
-from runspec.core.role_start import Endpoints, address
+from runspec.core.process import Endpoints, address
 from runspec.core.spec.load import FILE_NAME as SPEC_FILE
 from runspec.core.spec.load import SpecFiles, dump_resolved
 from runspec.core.spec.role_names import trunk_names
 from runspec.local.backend import LOCAL, pinned
-from runspec.local.bundle import TRUNK_GROUP, install, install_role, load_bundle, require_own
 from runspec.local.endpoints import fixed_endpoints
 from runspec.local.planning import make_plan
 from runspec.local.prepare import link_starting_model, write_targets
 from runspec.local.processes import role_specs
 from runspec.local.run_dir import hold, own_folder, run_directory
-from runspec.local.site import BUNDLES, Disk, groups_of, make_site
+from runspec.local.site import (
+    BUNDLES,
+    TRUNK_GROUP,
+    Disk,
+    groups_of,
+    install,
+    install_role,
+    load_bundle,
+    make_site,
+    require_own,
+)
 
 
 def prepare_command(files: SpecFiles, site: Path) -> int:

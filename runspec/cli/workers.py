@@ -21,7 +21,7 @@ from runspec.cli.view import plain_table
 from runspec.core.address import parse_join_link
 from runspec.core.canonical import MalformedJson, canonical_json, is_digest, parse_object
 from runspec.core.errors import UserError, one_line
-from runspec.core.role_start import load_endpoints
+from runspec.core.process import load_endpoints
 from runspec.core.roles import invite_key, make_invite
 from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec.load import load_resolved

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from runspec.core.address import JoinLink
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
-from runspec.core.role_start import Endpoints, address, load_endpoints, root_public_key
+from runspec.core.process import Endpoints, address, load_endpoints, root_public_key
 from runspec.core.spec import role_names
 from runspec.core.spec.role_names import members
 from runspec.core.spec.schema import RunSpec

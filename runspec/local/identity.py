@@ -11,7 +11,7 @@ from pathlib import Path
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.role_start import root_public_key
+from runspec.core.process import root_public_key
 from runspec.core.roles import (
     MAX_BYTES,
     OWN_WORKERS_FILE,

@@ -21,7 +21,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import new_directory, read_bounded
 from runspec.core.models.family import load_config
 from runspec.core.object_store import Folder
-from runspec.core.role_start import root_public_key
+from runspec.core.process import root_public_key
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.tokenizer_files import TokenizerFiles

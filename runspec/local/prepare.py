@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
-from runspec.core.role_start import Endpoints, load_endpoints, save_endpoints
+from runspec.core.process import Endpoints, load_endpoints, save_endpoints
 from runspec.core.run_files import FOLDERS, initial_model, state_folder, warm_start_cache
 from runspec.core.spec import role_names
 from runspec.core.spec.schema import RunSpec

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from runspec.core.errors import UserError
-from runspec.core.role_start import Endpoints, Role, load_endpoints
+from runspec.core.process import Endpoints, Role, load_endpoints
 from runspec.core.spec import role_names
 from runspec.core.spec.load import load_resolved
 from runspec.core.spec.role_names import evaluator_pool, island_spec

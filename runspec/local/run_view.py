@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from broadcast.layout import manifest_name, stored_versions
 from runspec.core.errors import UserError
-from runspec.core.process import EXIT_FINAL
-from runspec.core.role_start import load_endpoints
+from runspec.core.process import EXIT_FINAL, load_endpoints
 from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.inputs import hourly_price

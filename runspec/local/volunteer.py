@@ -21,8 +21,7 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_count
 from runspec.core.models.parameters import MEMORY_UTILIZATION
-from runspec.core.process import SUPERVISOR
-from runspec.core.role_start import Endpoints, save_endpoints
+from runspec.core.process import SUPERVISOR, Endpoints, save_endpoints
 from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate.broadcast import version_size

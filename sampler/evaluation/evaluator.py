@@ -22,15 +22,14 @@ from broadcast.manifest import read_manifest
 from runspec.core.errors import UserError
 from runspec.core.latest import Latest
 from runspec.core.metrics import PREFIX, counter, gauge, serve_metrics
-from runspec.core.process import not_retried
-from runspec.core.role_start import Role
+from runspec.core.process import Role, not_retried
 from runspec.core.signed import SigningKey
 from runspec.core.spec.role_names import evaluator_pool
 from runspec.core.spec.schema import Evaluation, RunSpec
 from sampler.engine.engine import Engine, EngineDied, same_death_is_final
 from sampler.evaluation.ask import Questions, ask, summary
-from sampler.role import VersionWatch
 from sampler.tasks.task_set import RunTask, build_evaluation_set
+from sampler.worker.stores import VersionWatch
 from verify.client import CoordinatorClient, connect, problem_files
 from verify.formats.evaluation import Evaluated, ProblemResult, sign_evaluation
 from verify.plugins import WeightsLocation, require_graders

@@ -10,8 +10,7 @@ from contextlib import ExitStack, closing
 
 from runspec.core.errors import UserError
 from runspec.core.metrics import serve_metrics
-from runspec.core.process import not_retried
-from runspec.core.role_start import Role
+from runspec.core.process import Role, not_retried
 from sampler.engine.arguments import find_pool
 from sampler.engine.engine import Engine
 from sampler.worker.stores import Meter, Outbox, Versions

@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from runspec.core.process import run_role, stop_event
-from runspec.core.role_start import Role
+from runspec.core.process import Role, run_role, stop_event
 from sampler.engine.engine import Engine
 from sampler.engine.requests import LoadReport
 from sampler.worker.start import work

@@ -23,7 +23,7 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 
-from runspec.core.role_start import Endpoints, load_endpoints
+from runspec.core.process import Endpoints, load_endpoints
 from runspec.core.roles import open_roles
 from runspec.core.run_files import step_folder
 from runspec.core.signed import SigningKey

@@ -47,7 +47,7 @@ import sys
 from pathlib import Path
 from learner_jax.__main__ import learn
 from runspec.core.process import leave, run_role
-from runspec.core.role_start import Role
+from runspec.core.process import Role
 
 role, waits = Role.load("learner", Path(sys.argv[1])), map(int, sys.argv[2:])
 waits = dict(zip(("join_s", "heartbeat_s"), waits, strict=True))

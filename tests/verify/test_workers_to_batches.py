@@ -18,8 +18,7 @@ import pytest
 
 from runspec.core.canonical import digest_bytes
 from runspec.core.files import write_atomic
-from runspec.core.process import EXIT_FINAL, RunStopped
-from runspec.core.role_start import Endpoints, Role
+from runspec.core.process import EXIT_FINAL, Endpoints, Role, RunStopped
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import evaluation_files, submission_files
 from runspec.core.spec.schema import Evaluation, RunSpec

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from runspec.core.errors import UserError
-from runspec.core.role_start import address
+from runspec.core.process import address
 from runspec.core.spec.role_names import (
     island_processes,
     island_spec,
@@ -15,9 +15,8 @@ from runspec.core.spec.role_names import (
     trunk_names,
 )
 from runspec.core.spec.schema import Hardware, Kubernetes, RunSpec
-from runspec.local.bundle import TRUNK_GROUP
 from runspec.local.endpoints import fixed_metrics
-from runspec.local.site import BASE_PORT, Disk, Group, with_urls
+from runspec.local.site import BASE_PORT, TRUNK_GROUP, Disk, Group, with_urls
 
 RUN_LABEL = "runspec.dev/run"
 GROUP_LABEL = "runspec.dev/group"

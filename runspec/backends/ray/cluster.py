@@ -23,14 +23,13 @@ from urllib.parse import urlsplit
 
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
-from runspec.core.role_start import Endpoints
+from runspec.core.process import Endpoints
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import AT_TRUNK, Child, Look, start_child
-from runspec.local.bundle import TRUNK_GROUP, decode_bundle, install_role
 from runspec.local.endpoints import port_answers, port_is_free
 from runspec.local.processes import RoleSpec, role_specs
 from runspec.local.run_dir import holder, own_folder
-from runspec.local.site import Group, groups_of
+from runspec.local.site import TRUNK_GROUP, Group, decode_bundle, groups_of, install_role
 from runspec.local.state import RunState
 
 MAX_READ_BYTES = 1 << 20

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from broadcast.layout import stored_versions
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.files import read_bounded
-from runspec.core.role_start import load_endpoints
+from runspec.core.process import load_endpoints
 from runspec.core.run_files import METRICS_FILE, initial_model, submission_files
 from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec.load import load_resolved

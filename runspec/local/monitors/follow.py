@@ -25,8 +25,7 @@ from runspec.core.canonical import canonical_json, digest_bytes, parse_object
 from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError, describe_error
 from runspec.core.files import expand_user, read_bounded, write_atomic
-from runspec.core.process import EXIT_USER_ERROR, not_retried, stop_event
-from runspec.core.role_start import Role
+from runspec.core.process import EXIT_USER_ERROR, Role, not_retried, stop_event
 from runspec.core.run_files import METRICS_FILE, SAMPLES_FILE, evaluation_files, monitor_folder
 from runspec.core.spec.load import MAX_BYTES, dump_resolved
 from runspec.core.spec.plugins import MONITOR_GROUP

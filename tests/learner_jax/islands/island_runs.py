@@ -22,7 +22,7 @@ from broadcast.relay import run_origin
 from broadcast.server import ServerOptions
 from learner_jax.checkpoint import check_state, load_beside, state_steps
 from learner_jax.warm_start import draw_initial_model
-from runspec.core.role_start import Endpoints
+from runspec.core.process import Endpoints
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import state_folder
 from runspec.core.signed import SigningKey

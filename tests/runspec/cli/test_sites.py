@@ -18,8 +18,8 @@ import pytest
 from runspec.core.roles import sign_roles
 from runspec.core.signed import SigningKey
 from runspec.core.spec.load import load_resolved
-from runspec.local.bundle import load_bundle
 from runspec.local.run_dir import hold
+from runspec.local.site import load_bundle
 from tests.harness import ROOT, TARGET_SHORT
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.local.fake_run import prepared, small_spec

@@ -20,7 +20,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.http_client import NoAnswer
 from runspec.core.models.family import model_config
-from runspec.core.role_start import Endpoints, save_endpoints
+from runspec.core.process import Endpoints, save_endpoints
 from runspec.core.signed import SigningKey
 from runspec.core.spec.load import dump_resolved
 from runspec.core.spec.schema import RunSpec

@@ -17,7 +17,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.models.family import model_config
 from runspec.core.models.hardware import device_count
-from runspec.core.role_start import save_endpoints
+from runspec.core.process import save_endpoints
 from runspec.core.roles import sign_roles
 from runspec.core.signed import SigningKey
 from runspec.core.spec.load import SpecFiles, dump_resolved

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from runspec.core.errors import UserError
-from runspec.core.role_start import Endpoints, Role, address, load_endpoints, save_endpoints
+from runspec.core.process import Endpoints, Role, address, load_endpoints, save_endpoints
 from runspec.core.spec.role_names import DRAWN, WARM_START, placeable, role_names, server_names
 from runspec.core.spec.schema import RunSpec
 from runspec.local.endpoints import fixed_endpoints, plan_endpoints, port_is_free

@@ -15,18 +15,21 @@ from runspec.core.roles import Roles, open_roles, read_own_workers, sign_roles
 from runspec.core.signed import SigningKey
 from runspec.core.spec.load import load_resolved
 from runspec.core.spec.schema import RunSpec
-from runspec.local.bundle import (
-    MAX_BYTES,
-    Bundle,
-    decode_bundle,
-    install,
-    load_bundle,
-    make_bundles,
-)
 from runspec.local.endpoints import fixed_endpoints
 from runspec.local.identity import YEAR_S, Identity, make_identity
 from runspec.local.run_dir import write_spec
-from runspec.local.site import BASE_PORT, Disk, groups_of, site_spec
+from runspec.local.site import (
+    BASE_PORT,
+    MAX_BYTES,
+    Bundle,
+    Disk,
+    decode_bundle,
+    groups_of,
+    install,
+    load_bundle,
+    make_bundles,
+    site_spec,
+)
 from tests.runspec.local.fake_run import island_run, small_spec
 from tests.runspec.supervised import supervised_spec
 

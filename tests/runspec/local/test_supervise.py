@@ -19,8 +19,7 @@ import pytest
 from runspec.cli.apply import apply_command
 from runspec.cli.status import read_status
 from runspec.core.errors import NotNow, UserError
-from runspec.core.process import EXIT_FINAL
-from runspec.core.role_start import load_endpoints
+from runspec.core.process import EXIT_FINAL, load_endpoints
 from runspec.core.spec.load import SpecFiles, load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.local import backend, progress

@@ -15,7 +15,7 @@ import pytest
 
 from broadcast.store import publish
 from runspec.core.files import write_atomic
-from runspec.core.role_start import Endpoints, save_endpoints
+from runspec.core.process import Endpoints, save_endpoints
 from runspec.core.run_files import evaluation_file, evaluation_files
 from runspec.core.signed import SigningKey
 from runspec.core.spec.load import SpecFiles, dump_resolved

@@ -19,7 +19,7 @@ from runspec.core.address import parse_join_link
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.http_server import UNKNOWN, client_address
-from runspec.core.role_start import Endpoints, save_endpoints
+from runspec.core.process import Endpoints, save_endpoints
 from runspec.core.roles import invite_key, make_invite, open_invite, use_invite
 from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec.schema import RunSpec

@@ -21,8 +21,7 @@ import pytest
 from runspec.core.errors import NotNow, UserError
 from runspec.core.files import write_atomic
 from runspec.core.latest import Latest
-from runspec.core.process import RunStopped
-from runspec.core.role_start import Endpoints
+from runspec.core.process import Endpoints, RunStopped
 from runspec.core.run_files import step_folder, submission_files
 from runspec.core.signed import SigningKey
 from runspec.core.spec.load import load_resolved
