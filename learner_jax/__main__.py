@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from runspec.core.address import is_loopback
 from runspec.core.process import Role, address, run_role, stop_event
@@ -119,40 +119,41 @@ def _add_tokenizer(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _run(options: argparse.Namespace, log: logging.Logger) -> None:
+    values = vars(options)
+    command = values.pop("command")
     # Imported here, so that --help waits for no JAX.
-    def given(names: str) -> dict[str, Any]:
-        return {name: getattr(options, name) for name in names.split()}
-
-    if options.command == "aot":
+    if command == "aot":
         from learner_jax.aot_command import aot_command
 
-        aot_command(**given("run programs profile overrides topology model_config"))
-    elif options.command == "export-adapter":
+        aot_command(**values)
+    elif command == "export-adapter":
         from learner_jax.export_adapter import export_adapter
 
         step = export_adapter(options.run_dir, options.out, step=options.step)
         log.info("adapters after step %d are in %s", step, options.out)
-    elif options.command == "check":
+    elif command == "check":
         from learner_jax.corpus.sources import check_command
 
         check_command(options.folder)
-    elif options.command == "tokenizer":
+    elif command == "tokenizer":
         from learner_jax.corpus.tokenizer import tokenizer_command
 
-        shape = given("files out vocab scheme kind column max_characters")
-        tokenizer_command(log=log, **shape)
-    elif options.command == "embed" or (options.command == "score" and options.files):
+        del values["action"]
+        tokenizer_command(log=log, **values)
+    elif command == "score" and options.files is None:
+        from learner_jax.score import score_command
+
+        given = (options.model_dir, options.tokens, log)
+        score_command(*given, dtype=options.dtype, mesh=options.mesh, out=options.out)
+    else:
         from learner_jax.corpus.sequences import Options, embed_sequences, score_sequences
 
-        sequences = Options(**given(" ".join(each.name for each in dataclasses.fields(Options))))
-        if options.command == "embed":
+        names = (each.name for each in dataclasses.fields(Options))
+        sequences = Options(**{name: values[name] for name in names})
+        if command == "embed":
             embed_sequences(sequences, options.out, options.names, log)
         else:
             score_sequences(sequences, options.out, log)
-    else:
-        from learner_jax.score import score_command
-
-        score_command(log=log, **given("model_dir tokens dtype mesh out"))
 
 
 def learn(role: Role, log: logging.Logger, *, join_s: int = 300, heartbeat_s: int = 60) -> None:

@@ -334,22 +334,19 @@ def make_bundles(spec: RunSpec, identity: Identity) -> list[Bundle]:
         workers = read_own_workers(identity.folder) if name == TRUNK_GROUP else {}
         return Bundle(name, names or (name,), spec, roles, keys, workers)
 
-    trunk = (TRUNK_GROUP, *role_names.trunk_names(spec))
-    first, islands = map(role_names.island_role, island_names(spec)[:1]), []
-    for name, (speaker, *others) in role_names.island_processes(spec).items():
-        both = (speaker, role_names.shares_name(name))
-        islands.append(bundle(speaker, role_names.island_role(name), names=both))
-        islands += [bundle(other) for other in others]
-    without_key = (*role_names.learner_names(spec)[1:], *role_names.relay_names(spec))
-    # The keys of these have their own names.
-    with_key = [*role_names.validator_names(spec), *role_names.evaluator_names(spec)]
-    with_key += role_names.worker_names(spec)
-    return [
-        bundle(TRUNK_GROUP, "coordinator", "publisher", *first, names=trunk),
-        *islands,
-        *map(bundle, without_key),
-        *(bundle(name, name) for name in with_key),
-    ]
+    trunk, programs = role_names.trunk_names(spec), role_names.programs(spec).items()
+    first = map(role_names.island_role, island_names(spec)[:1])
+    islands = {names[0]: name for name, names in programs if name and names[0] != "learner"}
+    bundles = [bundle(TRUNK_GROUP, "coordinator", "publisher", *first, names=(TRUNK_GROUP, *trunk))]
+    for name, kind in role_names.role_kinds(spec).items():
+        if name in islands:
+            both = (name, role_names.shares_name(islands[name]))
+            bundles.append(bundle(name, role_names.island_role(islands[name]), names=both))
+        elif name not in trunk and kind != "shares":
+            # The keys of these have their own names.
+            own = (name,) if kind in ("validator", "evaluator", "worker") else ()
+            bundles.append(bundle(name, *own))
+    return bundles
 
 
 def require_own(bundle: Bundle, folder: Path) -> None:

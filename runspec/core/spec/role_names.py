@@ -74,14 +74,9 @@ def measured_roles(spec: RunSpec) -> dict[str, str]:
 
     The trunk's are first. Of a program of several processes the first speaks.
     """
-    islands = (names[0] for names in island_processes(spec).values())
-    return {
-        "publisher": "publisher",
-        **dict.fromkeys(("learner", *islands), "learner"),
-        **dict.fromkeys(validator_names(spec), "validator"),
-        **dict.fromkeys(evaluator_names(spec), "evaluator"),
-        **dict.fromkeys(worker_names(spec), "worker"),
-    }
+    measured = ("publisher", "learner", "validator", "evaluator", "worker")
+    others = {name for names in programs(spec).values() for name in names[1:]}
+    return {name: kind for name, kind in _roles(spec) if kind in measured and name not in others}
 
 
 def validator_names(spec: RunSpec) -> list[str]:
