@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import math
 import sys
@@ -15,6 +16,7 @@ from runspec.core.errors import UserError
 
 if TYPE_CHECKING:
     from broadcast.server import ServerOptions
+    from runspec.core.process import Role
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -200,17 +202,39 @@ def _publish(arguments: argparse.Namespace, log: logging.Logger) -> None:
     print(digest)
 
 
-def _origin(arguments: argparse.Namespace, log: logging.Logger) -> None:
-    import asyncio
+def serve_origin(role: Role, log: logging.Logger) -> None:
+    """Serve the store of a run's weights, or of an island's shares."""
+    from broadcast.relay import run_origin
+    from broadcast.server import ServerOptions
 
+    asyncio.run(run_origin(role.store, log=log, options=ServerOptions(listen=role.address)))
+
+
+def serve_relay(role: Role, log: logging.Logger) -> None:
+    """Mirror a run and serve it, as one of its relays."""
+    from broadcast.relay import run_relay
+    from broadcast.server import ServerOptions
+
+    asyncio.run(
+        run_relay(
+            role.store,
+            run=role.spec.name,
+            upstreams=role.upstreams(),
+            root_public_key=role.root_public_key,
+            keep_versions=role.spec.broadcast.keep_versions,
+            log=log,
+            options=ServerOptions(listen=role.address),
+        )
+    )
+
+
+def _origin(arguments: argparse.Namespace, log: logging.Logger) -> None:
     from broadcast.relay import run_origin
 
     asyncio.run(run_origin(arguments.store, log=log, options=_server_options(arguments)))
 
 
 def _relay(arguments: argparse.Namespace, log: logging.Logger) -> None:
-    import asyncio
-
     from broadcast.relay import run_relay
     from broadcast.transport import Access
 

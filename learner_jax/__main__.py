@@ -1,4 +1,4 @@
-"""`python -m learner_jax`: the learner's process, its warm start, and tools for a person."""
+"""The learner's process, its warm start, and `python -m learner_jax`: tools for a person."""
 
 from __future__ import annotations
 
@@ -7,29 +7,24 @@ import dataclasses
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from runspec.core.errors import UserError
-from runspec.core.process import run_role, stop_event
+from runspec.core.address import is_loopback
+from runspec.core.process import Role, address, run_role, stop_event
+from runspec.core.run_files import island_folder, warm_start_cache
+from runspec.core.schema.role_names import island_role, island_spec, shares_name
 
 if TYPE_CHECKING:
     from learner_jax.learner_run import IslandLink
+
+LOCAL_HEARTBEAT_S = 10
+"""Silence that ends the other processes of a learner on one machine, where no network is slow."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Parses the command line and runs one command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m learner_jax", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    start = commands.add_parser(
-        "warm-start", help="make version 0 by supervised steps, or reuse it"
-    )
-    start.add_argument("run_dir", type=Path, help="run directory with spec.json")
-    start.add_argument("--cache", type=Path, required=True, help="where finished starts are kept")
-    draw = commands.add_parser("draw", help="make version 0 of random weights, from the run's seed")
-    draw.add_argument("run_dir", type=Path, help="run directory with spec.json and a tokenizer")
-    train = commands.add_parser("train", help="train every step that is left, then exit 0")
-    train.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
-    _add_train_options(train)
     aot = commands.add_parser(
         "aot", help="compile the run's programs for its hardware, without it; prints JSON"
     )
@@ -78,46 +73,10 @@ def main(arguments: list[str] | None = None) -> int:
     check.add_argument("folder", type=Path, metavar="DIR", help="of a run, or with a spec.json")
     _add_tokenizer(commands)
     options = parser.parse_args(arguments)
-    role = "learner" if options.command == "train" else options.command
-    code = run_role(role, lambda log: _run(options, log))
-    if code and options.command == "train":
-        from learner_jax.distributed import leave
-
-        leave(code)  # whoever it was waiting for, peers or a disk, it waits no longer
-    return code
+    return run_role(options.command, lambda log: _run(options, log))
 
 
 _SEQUENCES = "documents: text, JSON lines, Parquet, FASTA or FASTQ, plain or gzip"
-
-
-def _add_train_options(train: argparse.ArgumentParser) -> None:
-    train.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="address of process 0, where learner.hosts is above 1 and JAX cannot find out",
-    )
-    train.add_argument("--process", type=int, metavar="I", help="number of this one, from 0")
-    train.add_argument(
-        "--join", type=int, default=300, metavar="S", help="seconds to wait for the others to join"
-    )
-    train.add_argument(
-        "--heartbeat", type=int, default=60, metavar="S", help="seconds of silence that mean death"
-    )
-    train.add_argument("--metrics", metavar="HOST:PORT", help="serves Prometheus metrics there")
-    island = train.add_argument_group("a run with learner.islands")
-    island.add_argument("--island", metavar="NAME", help="which island this is")
-    island.add_argument("--coordinator-url", metavar="URL", help="of the run's coordinator")
-    island.add_argument("--key", type=Path, metavar="FILE", help="signs the island's shares")
-    island.add_argument("--share-url", metavar="URL", help="where others reach its shares")
-    island.add_argument("--share-store", type=Path, metavar="DIR", help="what is served there")
-    island.add_argument(
-        "--weights",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="of relays and origin, for an island without the run directory",
-    )
-    island.add_argument("--public-key", metavar="HEX", help="root key, for such an island")
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -160,105 +119,106 @@ def _add_tokenizer(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _run(options: argparse.Namespace, log: logging.Logger) -> None:
+    values = vars(options)
+    command = values.pop("command")
     # Imported here, so that --help waits for no JAX.
-    def given(names: str) -> dict[str, Any]:
-        return {name: getattr(options, name) for name in names.split()}
-
-    if options.command == "train":
-        _train(options, log)
-    elif options.command == "aot":
+    if command == "aot":
         from learner_jax.aot_command import aot_command
 
-        aot_command(**given("run programs profile overrides topology model_config"))
-    elif options.command == "draw":
-        from learner_jax.warm_start import draw_initial_model
-
-        draw_initial_model(options.run_dir, log)
-    elif options.command == "export-adapter":
+        aot_command(**values)
+    elif command == "export-adapter":
         from learner_jax.full_states import export_adapter
 
         step = export_adapter(options.run_dir, options.out, step=options.step)
         log.info("adapters after step %d are in %s", step, options.out)
-    elif options.command == "check":
+    elif command == "check":
         from learner_jax.corpus.sources import check_command
 
         check_command(options.folder)
-    elif options.command == "tokenizer":
+    elif command == "tokenizer":
         from learner_jax.corpus.encoding import tokenizer_command
 
-        shape = given("files out vocab scheme kind column max_characters")
-        tokenizer_command(log=log, **shape)
-    elif options.command == "embed" or (options.command == "score" and options.files):
+        del values["action"]
+        tokenizer_command(log=log, **values)
+    elif command == "score" and options.files is None:
+        from learner_jax.score import score_command
+
+        given = (options.model_dir, options.tokens, log)
+        score_command(*given, dtype=options.dtype, mesh=options.mesh, out=options.out)
+    else:
         from learner_jax.score import Options, embed_sequences, score_sequences
 
-        sequences = Options(**given(" ".join(each.name for each in dataclasses.fields(Options))))
-        if options.command == "embed":
+        names = (each.name for each in dataclasses.fields(Options))
+        sequences = Options(**{name: values[name] for name in names})
+        if command == "embed":
             embed_sequences(sequences, options.out, options.names, log)
         else:
             score_sequences(sequences, options.out, log)
-    elif options.command == "score":
-        from learner_jax.score import score_command
-
-        score_command(log=log, **given("model_dir tokens dtype mesh out"))
-    else:
-        from learner_jax.warm_start import make_initial_model
-
-        make_initial_model(options.run_dir, options.cache, log)
 
 
-def _train(options: argparse.Namespace, log: logging.Logger) -> None:
+def learn(role: Role, log: logging.Logger, *, join_s: int = 300, heartbeat_s: int = 60) -> None:
+    """Train every step that is left, as one process of the learner or of an island.
+
+    Args:
+        role: the process.
+        log: the role's.
+        join_s: seconds to wait for the other processes of the program.
+        heartbeat_s: seconds of silence that mean death, where the others are on other machines.
+    """
     from learner_jax.compile_cache import cache_folder, keep_compiled
     from learner_jax.distributed import joined
     from learner_jax.islands.mirror import prepare_folder
     from learner_jax.train import train
-    from runspec.core.schema.load import load_resolved
-    from runspec.core.schema.role_names import island_spec
 
     logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of each save, at length
-    link = _link(options)
-    if link is not None:
-        prepare_folder(options.run_dir, link, log)
-    spec = load_resolved(options.run_dir)
-    own = spec if link is None else island_spec(spec, link.name)
-    keep_compiled(cache_folder(spec))
-    with joined(
-        own.learner.hosts,
-        options.coordinator,
-        options.process,
-        log,
-        join_s=options.join,
-        heartbeat_s=options.heartbeat,
-    ) as peers:
+    island, names, meeting = role.program()
+    link, folder, own = None, role.folder, role.spec
+    if island is not None:
+        link, own = _link(role, island, names), island_spec(role.spec, island)
+        if names[0] != "learner":
+            folder = island_folder(role.folder, island_role(island))
+        prepare_folder(folder, link, log)
+    keep_compiled(cache_folder(role.spec))
+    at, index = None, None
+    if meeting is not None:
+        host, port = address(meeting)
+        at, index = f"{host}:{port}", names.index(role.name)
+        heartbeat_s = LOCAL_HEARTBEAT_S if is_loopback(host) else heartbeat_s
+    with joined(own.learner.hosts, at, index, log, join_s=join_s, heartbeat_s=heartbeat_s) as peers:
         # Not before: joining puts JAX's own handler in SIGTERM's place.
-        train(options.run_dir, log, stop_event(), peers, link, options.metrics)
+        train(folder, log, stop_event(), peers, link, role.figures)
 
 
-def _link(options: argparse.Namespace) -> IslandLink | None:
-    """The island that the command line names; None where it names none.
-
-    Raises:
-        UserError: an option is missing.
-    """
+def _link(role: Role, island: str, names: list[str]) -> IslandLink:
+    """The island that a process is of; the first one knows how it finds the others."""
     from learner_jax.learner_run import IslandLink
 
-    if options.island is None:
-        return None
-    if options.process not in (None, 0):
-        return IslandLink(options.island)
-    needed = ["coordinator_url", "key", "share_url", "share_store"]
-    needed += ["public_key"] if options.weights else []
-    missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(options, name) is None]
-    if missing:
-        raise UserError(f"island {options.island} needs {', '.join(missing)}")
+    if role.name != names[0]:
+        return IslandLink(island)
+    ends, shares = role.endpoints, shares_name(island)
     return IslandLink(
-        options.island,
-        options.coordinator_url,
-        options.key,
-        options.share_url,
-        options.share_store,
-        tuple(options.weights),
-        options.public_key,
+        island,
+        ends.coordinator,
+        role.folder / "keys" / f"{island_role(island)}.key",
+        ends.public.get(shares, ends.shares[island]),
+        role.folder / "store" / shares,
+        () if role.name == "learner" else tuple(role.weights()),
+        role.root_public_key,
     )
+
+
+def warm_start(role: Role, log: logging.Logger) -> None:
+    """Make version 0 by supervised steps, or find it in the cache beside the runs."""
+    from learner_jax.warm_start import make_initial_model
+
+    make_initial_model(role.folder, warm_start_cache(role.folder), log)
+
+
+def draw(role: Role, log: logging.Logger) -> None:
+    """Make version 0 of random weights, from the run's seed."""
+    from learner_jax.warm_start import draw_initial_model
+
+    draw_initial_model(role.folder, log)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ from jax.experimental import multihost_utils
 
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
-from runspec.core.process import EXIT_USER_ERROR, RunStopped
+from runspec.core.process import EXIT_USER_ERROR, RunStopped, leave
 
 SHUTDOWN_S = 3600
 """How long a process that is done waits for the others: for process 0's last checkpoint."""
@@ -240,15 +239,6 @@ def joined(
             remedy="see the logs of the other processes, then start all of them again",
         ) from error
     jax.distributed.shutdown()
-
-
-def leave(code: int) -> None:
-    """Ends this process at once: an orderly end would wait for processes that may be gone, and for
-    threads that may write to a disk that does not answer."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _place(

@@ -187,7 +187,7 @@ def _model_digest(model_dir: Path) -> str:
         raise UserError(
             "no safetensors files",
             place=str(model_dir),
-            remedy="run `python -m learner_jax warm-start`, or point model.hf at weights",
+            remedy="run `python -m runspec.role warm-start`, or point model.hf at weights",
         )
     return digest_bytes(canonical_json(files))
 

@@ -14,10 +14,10 @@ from learner_jax.distributed import Peers
 from learner_jax.metrics import Rows
 from runspec.core.files import Folder
 from runspec.core.models.config import ModelConfig
+from runspec.core.process import root_public_key
 from runspec.core.run_files import corpus_cache, outer_folder, params_folder, state_folder
 from runspec.core.schema import RunSpec
 from runspec.core.schema.role_names import island_names, island_spec
-from runspec.core.signed import SigningKey
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,5 @@ class LearnerRun:
 
     def root_public_key(self) -> str:
         """The public key that the run's roles are signed with."""
-        pinned = self.spec.identity.root_public_key
-        if self.link is not None and self.link.root_public_key is not None:
-            pinned = self.link.root_public_key
-        return pinned or SigningKey.load(self.folder / "keys" / "root.key").public_hex
+        given = None if self.link is None else self.link.root_public_key
+        return given or root_public_key(self.folder, self.spec)

@@ -20,8 +20,8 @@ import pytest
 from sampler.engine import processes
 from sampler.engine.processes import CONTEXT, FORKED
 
-SAMPLER = "import runpy; runpy.run_module('sampler', run_name='__main__', alter_sys=True)"
-"""Code of `python -m sampler`."""
+ROLE = "import runpy; runpy.run_module('runspec.role', run_name='__main__', alter_sys=True)"
+"""Code of `python -m runspec.role`."""
 
 
 def serve() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from runspec.core.schema.load import load_resolved
-from runspec.local.bundle import load_bundle
 from runspec.local.endpoints import port_answers
+from runspec.local.site import load_bundle
 from tests.site_page import ADMIN, ROOT, Machines, commands, free_ports, hidden, unit
 from tests.waiting import eventually, one_ended
 

@@ -23,7 +23,7 @@ from runspec.core.canonical import canonical_json, digest_bytes, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import atomic_file
 from runspec.core.http_client import Answer
-from runspec.core.process import not_retried
+from runspec.core.process import Role, not_retried
 from runspec.core.roles import use_invite
 from runspec.core.schema import RunSpec
 from runspec.core.schema.source_files import compare_data_digests, data_digest, file_digest
@@ -316,6 +316,16 @@ class CoordinatorClient:
 
     def _post(self, path: str, body: Mapping[str, Any], *, wait_s: float = 0.0) -> Answer:
         return self._http.call("POST", path, body=canonical_json(dict(body)), wait_s=wait_s)
+
+
+def connect(role: Role) -> tuple[CoordinatorClient, SigningKey]:
+    """Return a client of the coordinator for a role of a run, and the key that it signs with.
+
+    Raises:
+        UserError: the key cannot be read.
+    """
+    key, run, root = role.key(), role.spec.name, role.root_public_key
+    return CoordinatorClient(role.endpoints.coordinator, key, run=run, root_public_key=root), key
 
 
 @contextmanager

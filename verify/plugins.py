@@ -26,7 +26,7 @@ import numpy as np
 
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
-from runspec.core.process import not_retried
+from runspec.core.process import Role, not_retried
 from runspec.core.schema import RunSpec
 from runspec.core.schema.source_files import PREFILL_GROUP
 from verify.truncation import Choices, Truncation
@@ -211,6 +211,11 @@ class WeightsLocation:
     root_public_key: str
     cache_dir: Path
     """Folder of fetched versions."""
+
+    @classmethod
+    def of(cls, role: Role) -> WeightsLocation:
+        """Return where a role of a run finds them; it has a folder for them."""
+        return cls(role.spec.name, role.weights(), role.root_public_key, role.work / "weights")
 
 
 class PrefillEngine(Protocol):

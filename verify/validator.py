@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -29,10 +28,10 @@ from runspec.core.canonical import hash_parts
 from runspec.core.errors import UserError, one_line
 from runspec.core.http_server import counter, gauge, serve_metrics
 from runspec.core.models.config import read_config
-from runspec.core.process import not_retried
+from runspec.core.process import Role, not_retried
 from runspec.core.schema import RunSpec
 from runspec.core.signed import BadSignature, SigningKey
-from verify.client import CoordinatorClient, RunFinished, WorkItem, problem_files
+from verify.client import CoordinatorClient, RunFinished, WorkItem, connect, problem_files
 from verify.coordinator_http import ContentRefused
 from verify.examiner import (
     WEIGHTS_S,
@@ -334,31 +333,29 @@ def is_drawn(key: SigningKey, submission: str, share: float) -> bool:
     return draw < share * 2.0**64
 
 
-def run(options: Namespace, stop: threading.Event, log: logging.Logger) -> None:
-    """Run `python -m verify validator` until the run is finished or `stop` is set.
+def run(role: Role, stop: threading.Event, log: logging.Logger) -> None:
+    """Check submissions until the run is finished or `stop` is set.
 
     Args:
-        options: of the command line.
+        role: one of the run's validators.
         stop: event that ends the process, within a grace period if the work takes long.
         log: receives messages for people.
     """
-    key, name, root = SigningKey.load(options.key), options.run, options.public_key
-    client = CoordinatorClient(options.coordinator, key, run=name, root_public_key=root)
+    client, key = connect(role)
     with leaving(stop, client, log):
         spec = client.spec()
         require_graders(spec)
         with not_retried():
-            require_profiles(spec, root_public_key=root)
-        data = problem_files(client, spec, options.dir / "data", log)
-        location = WeightsLocation(name, options.weights, root, options.dir / "weights")
-        with closing(load_prefill_engine(spec, location)) as engine:
+            require_profiles(spec, root_public_key=role.root_public_key)
+        data = problem_files(client, spec, role.work / "data", log)
+        with closing(load_prefill_engine(spec, WeightsLocation.of(role))) as engine:
             validator = Validator(
                 *(spec, key, client, engine),
                 task_set_of=partial(load_task_set, spec, data_dir=data),
                 log=log,
             )
             who = key.public_hex[:12]
-            serve_metrics(options.metrics, validator, log)
-            log.info("validator %s serves run %s, engine %s", who, name, spec.verify.engine)
+            serve_metrics(role.figures, validator, log)
+            log.info("validator %s serves run %s, engine %s", who, spec.name, spec.verify.engine)
             with closing(validator), heartbeats(client, validator, log):
                 validator.serve(stop)

@@ -41,17 +41,27 @@ def spec_for(options: argparse.Namespace, group_size: int) -> schema.RunSpec:
     return check_spec(SpecFiles(SPEC, profile="laptop", overrides=sets)).require()
 
 
+WARM_START = """
+import logging, sys
+from pathlib import Path
+from learner_jax.warm_start import make_initial_model
+
+logging.basicConfig(level=logging.INFO)
+make_initial_model(*map(Path, sys.argv[1:]), logging.getLogger("warm-start"))
+"""
+"""Makes version 0: RUN_DIR CACHE."""
+
+
 def make_version(spec: schema.RunSpec, options: argparse.Namespace, folder: Path) -> Path:
     """Version 0: after the profile's warm start, or random where a size was asked for."""
     if not options.layers:
         run = folder / "run"
         run.mkdir()
         (run / "spec.json").write_bytes(dump_resolved(spec))
-        command = [sys.executable, "-m", "learner_jax", "warm-start", str(run)]
         cache = options.cache or folder / "cache"
         mesh = "--xla_force_host_platform_device_count=2"  # the profile's
         subprocess.run(
-            [*command, "--cache", str(cache)],
+            [sys.executable, "-c", WARM_START, str(run), str(cache)],
             check=True,
             stdout=sys.stderr,
             env={**os.environ, "XLA_FLAGS": mesh},

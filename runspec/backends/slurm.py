@@ -11,8 +11,7 @@ from string import Template
 
 from runspec.core.errors import UserError
 from runspec.core.schema import RunSpec
-from runspec.local.bundle import TRUNK_GROUP
-from runspec.local.site import groups_started
+from runspec.local.site import TRUNK_GROUP, groups_started
 
 STOP_S = 300
 """Seconds before the time limit at which the run is paused."""

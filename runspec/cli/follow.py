@@ -25,7 +25,7 @@ from runspec.cli import options
 from runspec.cli.runs import run_and_version
 from runspec.cli.serve import await_end, link_files, served, serving
 from runspec.core.errors import BadUsage, UserError, one_line
-from runspec.core.process import VARIABLE, Move, Reply, Settings, encode
+from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode
 from runspec.core.run_files import PROBE_FILE, weights_folder
 from runspec.core.schema import RunSpec
 from runspec.local.backend import StopSignals

@@ -23,21 +23,31 @@ from runspec.core.errors import UserError, one_line
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.http_client import NoAnswer, fetch_now
 from runspec.core.models.family import model_config
+from runspec.core.process import Endpoints, address
 from runspec.core.schema.load import FILE_NAME as SPEC_FILE
 from runspec.core.schema.load import dump_resolved
-from runspec.core.schema.role_names import shares_name, trunk_names
+from runspec.core.schema.role_names import trunk_names
 from runspec.core.signed import SigningKey
 from runspec.local.backend import LOCAL, StopSignals, pinned
-from runspec.local.bundle import TRUNK_GROUP, install, load_bundle, require_own
-from runspec.local.endpoints import Endpoints, address, fixed_endpoints
+from runspec.local.endpoints import fixed_endpoints
 from runspec.local.formatting import per_second, reported
 from runspec.local.machine import look, module_is_installed, this_machine
 from runspec.local.planning import make_plan
 from runspec.local.preflight import ROLE_MODULES
 from runspec.local.prepare import link_starting_model, write_targets
-from runspec.local.processes import PreparedRun, role_specs
+from runspec.local.processes import role_specs
 from runspec.local.run_dir import hold, own_folder, run_directory
-from runspec.local.site import BUNDLES, Disk, groups_of, make_site
+from runspec.local.site import (
+    BUNDLES,
+    TRUNK_GROUP,
+    Disk,
+    groups_of,
+    install,
+    install_role,
+    load_bundle,
+    make_site,
+    require_own,
+)
 from runspec.local.volunteer import LEAVE_S, Worker, choose_pool, lacks, open_pools
 
 
@@ -108,7 +118,8 @@ def role_command(
         shared, spec = held.group == TRUNK_GROUP, held.spec
         folder = run_directory(spec, None) if shared else own_folder(spec, held.group)
     folder = folder.absolute()
-    endpoints = _listening(fixed_endpoints(held.spec), name, listen)
+    endpoints = fixed_endpoints(held.spec)
+    _require_address(endpoints, name, listen)
     require_own(held, folder)
     if name == TRUNK_GROUP:  # a run of which this machine starts nothing else
         install(held, folder)
@@ -118,8 +129,7 @@ def role_command(
     own = folder / "work" / name
     require_writable(own, "the role's folder", "mend the permissions, or name another --dir")
     with hold(own, role=name) as lock:
-        identity = install(held, folder)
-        run = PreparedRun(held.spec, folder, endpoints, identity, this_machine(), lock)
+        run = install_role(held, folder, endpoints, lock=lock, listen=listen)
         (role,) = role_specs(run, here={name})
         write_targets(folder, held.spec, endpoints, held.roles)
         if name in trunk_names(held.spec):
@@ -132,8 +142,12 @@ def role_command(
     raise AssertionError("a process that was replaced does not return")
 
 
-def _listening(endpoints: Endpoints, name: str, listen: str | None) -> Endpoints:
-    """The endpoints, with the address at which this role is to listen in the place of its URL."""
+def _require_address(endpoints: Endpoints, name: str, listen: str | None) -> None:
+    """Refuse an address to listen on that is missing, malformed, or of no server.
+
+    Raises:
+        UserError: with what is to be said instead.
+    """
     own = endpoints.all().get(name)
     if listen is None:
         if own is not None and not own.startswith("http://"):
@@ -142,25 +156,13 @@ def _listening(endpoints: Endpoints, name: str, listen: str | None) -> Endpoints
                 place=name,
                 remedy="say with --listen HOST:PORT where it listens behind that",
             )
-        return endpoints
+        return
     if own is None or name == "learner" or name in endpoints.islands:
         raise UserError("has no address of its own", place=name, remedy="leave --listen out")
-    url = f"http://{listen}"
     try:
-        address(url)
+        address(f"http://{listen}")
     except UserError as error:
         raise UserError(error.thing, place="--listen", remedy="say HOST:PORT") from error
-    if name == "coordinator":
-        return replace(endpoints, coordinator=url)
-    if name == "origin":
-        return replace(endpoints, origin=url)
-    for island in endpoints.shares:
-        if name == shares_name(island):
-            # The others still reach it under the address that the spec gives.
-            shares, public = {**endpoints.shares, island: url}, {**endpoints.public, name: own}
-            return replace(endpoints, shares=shares, public=public)
-    relays = {**endpoints.relays, name.removeprefix("relay-"): url}
-    return replace(endpoints, relays=relays)
 
 
 PROGRESS_S = 5.0
@@ -242,9 +244,11 @@ def _join(
     folder.mkdir(parents=True, exist_ok=True)
     with hold(folder), StopSignals() as stops:
         say(f"working in pool {pool}; Ctrl-C leaves. Log: {folder}")
+        relays = {str(i): reachable(url, link) for i, url in enumerate(site.weights)}
+        identity = spec.identity.model_copy(update={"root_public_key": link.root})
         worker = Worker(
-            link=link,
-            weights=[reachable(url, link) for url in site.weights],
+            spec=spec.model_copy(update={"identity": identity}),
+            endpoints=Endpoints(link.coordinator, relays=relays),
             key=key_file.absolute(),
             folder=folder,
             pool=next(each for each in spec.samplers if each.name == pool),

@@ -42,11 +42,10 @@ from runspec.core.schema.load import (
 from runspec.core.schema.role_names import island_names
 from runspec.core.signed import BadSignature
 from runspec.local.backend import LOCAL
-from runspec.local.bundle import TRUNK_GROUP
 from runspec.local.formatting import size
 from runspec.local.planning import STARTS_ANEW, RunPlan, make_plan, takes_any_change
 from runspec.local.run_dir import run_directory
-from runspec.local.site import ANY_MACHINE, BUNDLES, Disk, groups_of
+from runspec.local.site import ANY_MACHINE, BUNDLES, TRUNK_GROUP, Disk, groups_of
 from runspec.local.supervisor import readers_names
 from runspec.plan import (
     LIVE,

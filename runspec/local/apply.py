@@ -12,9 +12,8 @@ from typing import Any
 from runspec.core.errors import UserError, describe_error
 from runspec.core.files import write_atomic
 from runspec.core.process import EXIT_FINAL, EXIT_USER_ERROR
-from runspec.core.run_files import initial_model, warm_start_cache
+from runspec.core.run_files import initial_model
 from runspec.core.schema.load import spec_digest
-from runspec.core.schema.role_names import monitor_names
 from runspec.local.backend import last_lines, processes_of
 from runspec.local.diagnosis import results_of, summarise_evaluations
 from runspec.local.fleet import Outcome, Rules
@@ -54,8 +53,7 @@ def supervise(run: PreparedRun, watcher: Watcher, stop_requests: Callable[[], in
         RunFailed: a role kept dying, or said that the run cannot go on; with its last error.
         UserError: a process cannot be started or a file cannot be written.
     """
-    cache = warm_start_cache(run.directory)
-    stages = [] if _starting_model(run).exists() else [first_version_role(run, cache)]
+    stages = [] if _starting_model(run).exists() else [first_version_role(run)]
     with closing(RunState(run.directory)) as state:
         return drive(run, stages, role_specs, state, watcher, stop_requests)
 
@@ -70,22 +68,13 @@ def drive(
 ) -> Outcome:
     """`supervise` with the processes given: each stage by itself, then all roles at once."""
     processes, run = processes_of(run)
-    live = LiveRun(run, state, roles_of)
+    live = LiveRun(run, state)
     state.storage = StorageWait(STORAGE_S, partial(watcher.event, "supervisor"), stop_requests)
     logs = run.directory / "logs"
     session = Session(processes, logs, state, watcher, stop_requests, live.take)
 
     def until_end(specs: Sequence[RoleSpec], progress: Progress) -> Outcome:
-        rules = Rules(
-            restarts=live.run.spec.placement.restarts,
-            ends_run=frozenset(role.name for role in specs if role.ends_run),
-            ends_when_sampled=frozenset(role.name for role in specs if role.ends_when_sampled),
-            late_s={role.name: role.late_s for role in specs if role.late_s is not None},
-            may_fail=frozenset(role.name for role in specs if role.may_fail),
-            onlookers=frozenset(monitor_names(live.run.spec)),
-            servers=frozenset(role.name for role in specs if role.listen is not None),
-            budget_ends_at=live.budget_ends_at(),
-        )
+        rules = Rules(live.run.spec.placement.restarts, budget_ends_at=live.budget_ends_at())
         return Supervisor(specs, rules, progress, session).run()
 
     state.begin(run.spec.name, spec_digest(run.spec), run.spec.steps)

@@ -7,22 +7,17 @@ import random
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from runspec.core.address import JoinLink
-from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded, write_atomic
+from runspec.core.process import Endpoints, address, load_endpoints, root_public_key
 from runspec.core.schema import RunSpec, role_names
 from runspec.core.schema.role_names import members
-from runspec.core.signed import SigningKey
-from runspec.local.formatting import reported
 
-FILE_NAME = "endpoints.json"
-MAX_BYTES = 64 * 1024
 # Below Linux's ephemeral range (32768 up): a port from there may be another connection's source
 # port at the very moment when a killed server wants it back.
 PORTS = range(20000, 32000)
@@ -32,73 +27,6 @@ _MAX_ANSWER_BYTES = 1024 * 1024
 
 IsFree = Callable[[str, int], bool]
 _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - what a spec may say, not what is bound here
-
-
-@dataclass(frozen=True)
-class Endpoints:
-    """Base URLs without a trailing slash."""
-
-    coordinator: str
-    origin: str
-    relays: dict[str, str]
-    """URLs by the relay's name in the spec."""
-    learner: str | None = None
-    """Where the processes of `learner.hosts` above 1 find each other."""
-    elsewhere: dict[str, str] = field(default_factory=dict)
-    """Relays that other machines start, by name: where they can be reached."""
-    public: dict[str, str] = field(default_factory=dict)
-    """Addresses of proxies before what listens here, by role name."""
-    shares: dict[str, str] = field(default_factory=dict)
-    """Where islands serve their shares, by the island's name."""
-    islands: dict[str, str] = field(default_factory=dict)
-    """Where the processes of an island with several find each other, by the name of the first."""
-    metrics: dict[str, str] = field(default_factory=dict)
-    """Where roles that are no servers have their figures, by the process's name."""
-
-    def all(self) -> dict[str, str]:
-        """URL by role name, of what listens on this machine."""
-        named = {f"relay-{name}": url for name, url in self.relays.items()}
-        named |= {"learner": self.learner} if self.learner else {}
-        named |= self.islands | {
-            role_names.shares_name(name): url for name, url in self.shares.items()
-        }
-        return {"coordinator": self.coordinator, "origin": self.origin} | named
-
-    def figures_option(self, name: str) -> tuple[str, ...]:
-        """Return the option that tells a role where to serve its figures; none without."""
-        if name not in self.metrics:
-            return ()
-        host, port = address(self.metrics[name])
-        return ("--metrics", f"{host}:{port}")
-
-    def shares_url(self, island: str) -> str:
-        """Where the other islands reach an island's shares."""
-        return self.public.get(role_names.shares_name(island), self.shares[island])
-
-    def weights(self) -> list[str]:
-        """Where workers elsewhere fetch versions: relays in the order of the spec, then origin."""
-        here = {name: self.public.get(f"relay-{name}", url) for name, url in self.relays.items()}
-        return [*(here | self.elsewhere).values(), self.public.get("origin", self.origin)]
-
-
-def address(url: str) -> tuple[str, int]:
-    """Host and port of an endpoint.
-
-    Raises:
-        UserError: the URL is no http://host:port.
-    """
-    parts = urlsplit(url)
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if parts.scheme != "http" or not host or not port:
-        raise UserError(
-            f"not an address to listen on: {url!r}",
-            place=FILE_NAME,
-            remedy="the local backend's servers have URLs like http://127.0.0.1:8000",
-        )
-    return host, port
 
 
 def plan_endpoints(
@@ -229,23 +157,6 @@ def fixed_endpoints(spec: RunSpec) -> Endpoints:
     )
 
 
-def load_endpoints(run_dir: Path) -> Endpoints | None:
-    """Reads endpoints.json; None where there is none yet."""
-    path = run_dir / FILE_NAME
-    if not path.exists():
-        return None
-    kinds = (MalformedJson, TypeError, AttributeError)
-    with reported("not the endpoints of a run", path, "remove the file", *kinds):
-        endpoints = Endpoints(**parse_object(read_bounded(path, MAX_BYTES), max_bytes=MAX_BYTES))
-        for url in (*endpoints.all().values(), *endpoints.metrics.values()):
-            address(url)
-    return endpoints
-
-
-def save_endpoints(run_dir: Path, endpoints: Endpoints) -> None:
-    write_atomic(run_dir / FILE_NAME, canonical_json(asdict(endpoints)))
-
-
 def port_is_free(host: str, port: int) -> bool:
     """Whether a server could listen there now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -321,9 +232,7 @@ def run_link(run_dir: Path, spec: RunSpec) -> JoinLink | None:
     """
     try:
         endpoints = load_endpoints(run_dir)
-        root = spec.identity.root_public_key
-        if root is None:
-            root = SigningKey.load(run_dir / "keys" / "root.key").public_hex
+        root = root_public_key(run_dir, spec)
     except UserError:  # not there yet, or another user's
         return None
     if endpoints is None:

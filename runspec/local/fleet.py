@@ -19,7 +19,6 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
@@ -57,10 +56,33 @@ class Phase(StrEnum):
     KILLING = "killing"
 
 
+@dataclass(frozen=True)
+class RestartPolicy:
+    """What the end of a role means to its run."""
+
+    ends_run: bool = False
+    """Its exit 0 ends the run, once it is trained."""
+    ends_when_sampled: bool = False
+    """Its exit 0 is no death once every step has its rollouts."""
+    may_fail: bool = False
+    """The run can do without it for a time, however often it dies."""
+    onlooker: bool = False
+    """It only reads, and no other role needs it; it may fail."""
+    late_s: float | None = None
+    """How long a trained run waits for its exit 0, if it may fail; None: as for all others."""
+    server: bool = False
+    """Others talk to it."""
+
+
+NEEDED = RestartPolicy()
+"""Policy of a role that the run needs until it is told to end."""
+
+
 @dataclass
 class RoleState:
     """State of one role; times are seconds of one monotonic clock."""
 
+    policy: RestartPolicy = NEEDED
     state: State = State.WAITING
     restarts: int = 0
     """Over this session."""
@@ -80,18 +102,6 @@ class RoleState:
 class Rules:
     restarts: int
     """Deaths in a row of one role that are forgiven."""
-    ends_run: frozenset[str] = frozenset()
-    """Roles whose exit 0 ends the run, once it is trained."""
-    ends_when_sampled: frozenset[str] = frozenset()
-    """Roles whose exit 0 is no death once every step has its rollouts."""
-    may_fail: frozenset[str] = frozenset()
-    """Roles that the run can do without for a time, however often they die."""
-    onlookers: frozenset[str] = frozenset()
-    """Those of them that only read, and that no other role needs."""
-    late_s: Mapping[str, float] = field(default_factory=dict)
-    """How long a trained run waits for the exit 0 of some roles, by name; they may fail."""
-    servers: frozenset[str] = frozenset()
-    """Roles that others talk to."""
     budget_ends_at: float | None = None
     """When the run's budget of time is used up."""
     drain_s: float = DRAIN_S
@@ -197,8 +207,8 @@ class Fleet:
         self.trained |= reached.trained
         self.published |= reached.published
         if reached.stepped:
-            for name, role in self.roles.items():
-                if role.state is State.RUNNING and name not in self.rules.onlookers:
+            for role in self.roles.values():
+                if role.state is State.RUNNING and not role.policy.onlooker:
                     role.deaths_in_a_row = 0
 
     def changed(self, changed: Changed) -> None:
@@ -220,23 +230,23 @@ class Fleet:
 
     def exited(self, name: str, code: int, now: float) -> list[Action]:
         """A role has ended, by an exit code or, negative, by a signal."""
-        role, rules = self.roles[name], self.rules
+        role, policy = self.roles[name], self.roles[name].policy
         if self.ending:
             role.state = self._at_rest()
             return []
-        if code == 0 and name in rules.ends_run and self.trained:
+        if code == 0 and policy.ends_run and self.trained:
             role.state = State.FINISHED
             self._begin(Phase.DRAINING, now)
             return []
         draining = self.phase is Phase.DRAINING
-        if code == 0 and name in rules.late_s and (draining or self.sampled or self.trained):
-            role.state = State.FINISHED
-            return []
-        if name in rules.ends_when_sampled and (draining or (code == 0 and self.sampled)):
+        done = draining or self.sampled or self.trained
+        late = code == 0 and policy.late_s is not None and done
+        sampled = policy.ends_when_sampled and (draining or (code == 0 and self.sampled))
+        if late or sampled:
             role.state = State.FINISHED
             return []
         # Any other exit 0 is a death too: someone sent it SIGTERM, and the run needs it.
-        needed, onlooker = name not in rules.may_fail, name in rules.onlookers
+        needed, onlooker = not policy.may_fail, policy.onlooker
         if code == EXIT_FINAL:
             role.state = State.FAILED
             return self._stop(Outcome("stopped", name, code), now) if needed else []
@@ -246,7 +256,7 @@ class Fleet:
         if onlooker and now - role.started >= ONLOOKER_PAUSE_S:
             role.deaths_in_a_row = 0
         role.deaths_in_a_row += 1
-        if needed and role.deaths_in_a_row > rules.restarts:
+        if needed and role.deaths_in_a_row > self.rules.restarts:
             role.state = State.FAILED
             return self._stop(Outcome("failed", name, code), now)
         role.state = State.BACKOFF
@@ -261,16 +271,16 @@ class Fleet:
             case Phase.STOPPING:
                 if waited >= rules.stop_s:
                     return self._kill()
-                if self.servers_stopped or not rules.servers.issuperset(self.alive):
+                if self.servers_stopped or self._others_alive():
                     return []
                 self.servers_stopped = True
                 return [Action("stop", name) for name in self.alive]
             case Phase.KILLING:
                 return []
             case Phase.DRAINING:
-                workers_left = not rules.ends_when_sampled.isdisjoint(self.alive)
+                workers_left = any(self.roles[name].policy.ends_when_sampled for name in self.alive)
                 drained = not workers_left or waited >= rules.drain_s
-                late = any(waited < rules.late_s[name] for name in self._at_work(rules.late_s))
+                late = any(self._is_late(name, waited) for name in self.roles)
                 if self.published and drained and not late:
                     return self._stop(Outcome("finished"), now)
                 if not self.published and waited >= rules.publish_s:
@@ -281,19 +291,20 @@ class Fleet:
                     return self._stop(Outcome("over_budget"), now)
                 return self._renew(now) + self._start_due(now)
 
-    def _at_work(self, names: Iterable[str]) -> list[str]:
-        """Return the roles among `names` that run, or will again soon."""
-        ended = {State.FINISHED, State.FAILED}
-        return [
-            name
-            for name in names
-            if self.roles[name].state
-            not in (ended | {State.BACKOFF} if self.keeps_dying(name) else ended)
-        ]
+    def _is_late(self, name: str, waited: float) -> bool:
+        """Whether a role that a trained run waits for runs, or will again soon."""
+        role, late_s = self.roles[name], self.roles[name].policy.late_s
+        resting = self.keeps_dying(name) and role.state is State.BACKOFF
+        ended = resting or role.state in (State.FINISHED, State.FAILED)
+        return late_s is not None and waited < late_s and not ended
 
     def keeps_dying(self, name: str) -> bool:
         """Whether a role is an onlooker that has died more than once in a row."""
-        return name in self.rules.onlookers and self.roles[name].deaths_in_a_row > 1
+        return self.roles[name].policy.onlooker and self.roles[name].deaths_in_a_row > 1
+
+    def _others_alive(self) -> list[str]:
+        """Return the roles with a process that are no servers."""
+        return [name for name in self.alive if not self.roles[name].policy.server]
 
     def _start_due(self, now: float) -> list[Action]:
         actions = []
@@ -331,7 +342,7 @@ class Fleet:
         for role in self.roles.values():
             if role.state is State.BACKOFF:
                 role.state = self._at_rest()
-        return [Action("stop", name) for name in self.alive if name not in self.rules.servers]
+        return [Action("stop", name) for name in self._others_alive()]
 
     def _kill(self) -> list[Action]:
         self.phase = Phase.KILLING

@@ -11,6 +11,7 @@ from pathlib import Path
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
+from runspec.core.process import root_public_key
 from runspec.core.roles import (
     MAX_BYTES,
     OWN_WORKERS_FILE,
@@ -151,16 +152,6 @@ def pinned_root_problem(run_dir: Path, spec: RunSpec) -> UserError | None:
                 remedy="sign a roles.json that does, or bring the right key",
             )
     return None
-
-
-def root_public_key(run_dir: Path, spec: RunSpec) -> str:
-    """Return the run's root key: the pinned one, or the throw-away one that it made.
-
-    Raises:
-        UserError: that one cannot be read.
-    """
-    pinned = spec.identity.root_public_key
-    return pinned or SigningKey.load(run_dir / "keys" / "root.key").public_hex
 
 
 def load_roles(run_dir: Path, spec: RunSpec) -> Roles:

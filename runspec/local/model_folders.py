@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bridge.model_files import TOKENIZER_NAMES
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import FILE_NAME, MAX_BYTES, WeightsManifest, open_manifest
 from broadcast.store import TENSORS_NAME
@@ -18,14 +19,14 @@ from runspec.core import run_files
 from runspec.core.canonical import MalformedJson, digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import Folder, new_directory, read_bounded
-from runspec.core.models.config import TOKENIZER_NAMES
 from runspec.core.models.family import load_config
+from runspec.core.process import root_public_key
 from runspec.core.schema import RunSpec
 from runspec.core.signed import BadSignature
 from runspec.lint import TokenizerFiles
 from runspec.local.diagnosis import result_line, results_of
 from runspec.local.formatting import reported
-from runspec.local.identity import load_roles, root_public_key
+from runspec.local.identity import load_roles
 from runspec.local.metrics import read_rows
 from verify.formats.documents import Evaluated
 

@@ -13,17 +13,11 @@ from urllib.parse import urlsplit
 
 from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
+from runspec.core.process import Endpoints, load_endpoints, save_endpoints
 from runspec.core.run_files import FOLDERS, initial_model, state_folder, warm_start_cache
 from runspec.core.schema import RunSpec, role_names
 from runspec.local.backend import LOCAL, end_leftovers
-from runspec.local.endpoints import (
-    Endpoints,
-    load_endpoints,
-    named,
-    plan_endpoints,
-    port_is_free,
-    save_endpoints,
-)
+from runspec.local.endpoints import named, plan_endpoints, port_is_free
 from runspec.local.identity import make_identity
 from runspec.local.machine import Machine, find_files, this_machine
 from runspec.local.model_folders import link_model, link_tokenizer

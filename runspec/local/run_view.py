@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from broadcast.layout import manifest_name, stored_versions
 from runspec.core.errors import UserError
-from runspec.core.process import EXIT_FINAL
+from runspec.core.process import EXIT_FINAL, load_endpoints
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import load_resolved
 from runspec.core.schema.role_names import DRAWN, WARM_START
@@ -30,7 +30,7 @@ from runspec.local.diagnosis import (
     results_of,
     unsolved_text,
 )
-from runspec.local.endpoints import coordinator_status, load_endpoints
+from runspec.local.endpoints import coordinator_status
 from runspec.local.formatting import duration, number
 from runspec.local.metrics import Row, read_rows, step_gaps
 from runspec.local.progress import stages

@@ -9,31 +9,50 @@ The trunk's member supervises the coordinator, the publisher, the origin and the
 other processes need `checkpoints.dir` besides. An island's first process and the server of its
 shares have one bundle and one folder. No group has to wait for another before it starts:
 a role tries again until its servers answer, and says for whom it waits.
+
+A bundle is what one member is given before its processes start, and nothing more:
+
+    {"format": 1, "group": "validator-0", "roles": ["validator-0"], "spec": {...},
+     "roles.json": "...", "keys": {"validator-0": SECRET}, "workers": {}}
+
+It is a file of JSON, readable by its owner alone. The trunk's names the processes that share the
+run directory, and the public keys of the run's own workers; every other names one process. The spec
+is resolved, pins the root's public key and fixes every address. Of private keys a bundle has those
+of its own processes. An island's first bundle names the server of its shares too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path, PurePath
 from typing import Any
 
+from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
-from runspec.core.files import require_writable, write_atomic
+from runspec.core.files import read_bounded, require_writable, write_atomic
 from runspec.core.models.hardware import device_count
+from runspec.core.process import Endpoints, save_endpoints
+from runspec.core.roles import OWN_WORKERS_FILE, open_roles, read_own_workers
 from runspec.core.schema import Hardware, Learner, RunSpec, role_names
 from runspec.core.schema.load import FILE_NAME as SPEC_FILE
-from runspec.core.schema.load import dump_resolved, load_resolved
-from runspec.core.schema.role_names import evaluator_pool, island_spec
-from runspec.local.bundle import TRUNK_GROUP, Bundle, make_bundles
-from runspec.local.identity import make_identity
-from runspec.local.run_dir import LOCK_FILE
+from runspec.core.schema.load import MAX_BYTES as MAX_SPEC_BYTES
+from runspec.core.schema.load import dump_resolved, load_resolved, parse_resolved
+from runspec.core.schema.role_names import evaluator_pool, island_names, island_spec
+from runspec.core.signed import BadSignature, SigningKey
+from runspec.local.formatting import reported
+from runspec.local.identity import Identity, make_identity
+from runspec.local.machine import this_machine
+from runspec.local.processes import PreparedRun
+from runspec.local.run_dir import LOCK_FILE, write_spec
 
 BASE_PORT = 29400
 """First port of a site whose spec names none."""
 METRICS_PORT = 29500
 """The same of its roles' figures."""
+TRUNK_GROUP = "trunk"
+"""The bundle of the processes that share the run directory; as a role, the supervisor of them."""
 ANY_MACHINE = "any machine"
 BUNDLES = "bundles"
 
@@ -144,36 +163,41 @@ def site_spec(spec: RunSpec, root_public_key: str) -> RunSpec:
 
     Servers without a URL listen on `placement.host` at consecutive ports.
     """
-    place, broadcast = spec.placement, spec.broadcast
+    place, metrics = spec.placement, spec.placement.metrics
     base = BASE_PORT if place.base_port is None else place.base_port
     host = f"[{place.host}]" if ":" in place.host else place.host
     servers = role_names.server_names(spec)
-
-    def at(name: str) -> str:
-        return f"http://{host}:{base + servers.index(name)}"
-
-    relays = [
-        relay.model_copy(update={"url": relay.url or at(f"relay-{relay.name}")})
-        for relay in broadcast.relays
-    ]
-    learner, islands = spec.learner, spec.learner.islands
-    if islands is not None:
-        first, *others = islands.members
-        urls = [member.url or at(role_names.shares_name(member.name)) for member in others]
-        others = [m.model_copy(update={"url": url}) for m, url in zip(others, urls, strict=True)]
-        islands = islands.model_copy(update={"members": [first, *others]})
-        learner = learner.model_copy(update={"islands": islands})
-    metrics = place.metrics
     if metrics is not None and metrics.base_port is None:
         metrics = metrics.model_copy(update={"base_port": METRICS_PORT})
-    return spec.model_copy(
+    return with_urls(spec, lambda name: f"http://{host}:{base + servers.index(name)}").model_copy(
         update={
-            "learner": learner,
             "identity": spec.identity.model_copy(update={"root_public_key": root_public_key}),
             "placement": place.model_copy(update={"base_port": base, "metrics": metrics}),
-            "broadcast": broadcast.model_copy(update={"relays": relays}),
         }
     )
+
+
+def with_urls(spec: RunSpec, at: Callable[[str], str]) -> RunSpec:
+    """The spec with a URL for each relay and each island after the first.
+
+    Args:
+        spec: its own URLs stay.
+        at: gives the URL of a server.
+    """
+    relays = [
+        relay.model_copy(update={"url": relay.url or at(f"relay-{relay.name}")})
+        for relay in spec.broadcast.relays
+    ]
+    update: dict[str, object] = {"broadcast": spec.broadcast.model_copy(update={"relays": relays})}
+    if spec.learner.islands is not None:
+        first, *others = spec.learner.islands.members
+        others = [
+            each.model_copy(update={"url": each.url or at(role_names.shares_name(each.name))})
+            for each in others
+        ]
+        islands = spec.learner.islands.model_copy(update={"members": [first, *others]})
+        update["learner"] = spec.learner.model_copy(update={"islands": islands})
+    return spec.model_copy(update=update)
 
 
 def make_site(spec: RunSpec, site: Path) -> tuple[RunSpec, list[Bundle]]:
@@ -199,3 +223,189 @@ def make_site(spec: RunSpec, site: Path) -> tuple[RunSpec, list[Bundle]]:
         path.unlink()
     write_atomic(site / SPEC_FILE, dump_resolved(resolved))
     return resolved, list(bundles.values())
+
+
+FORMAT = 1
+MAX_BYTES = 2 * MAX_SPEC_BYTES
+_REMEDY = "make bundles with `runspec prepare`"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The keys and files that the processes of one role group may have."""
+
+    group: str
+    """Names the bundle; of all but the trunk's, its first process."""
+    roles: tuple[str, ...]
+    """Processes that can be started from it."""
+    spec: RunSpec
+    """Resolved; it pins the root and fixes the addresses."""
+    roles_document: bytes
+    """The run's roles.json."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Private keys, 64 hex characters, by process."""
+    workers: Mapping[str, str] = field(default_factory=dict)
+    """Public keys of the run's own workers, for the trunk."""
+
+    @property
+    def root_public_key(self) -> str:
+        root = self.spec.identity.root_public_key
+        assert root is not None, "a bundle's spec pins it"
+        return root
+
+    def encode(self) -> bytes:
+        return canonical_json(
+            {
+                "format": FORMAT,
+                "group": self.group,
+                "roles": list(self.roles),
+                "spec": parse_object(dump_resolved(self.spec), max_bytes=MAX_SPEC_BYTES),
+                "roles.json": self.roles_document.decode(),
+                "keys": dict(self.keys),
+                "workers": dict(self.workers),
+            }
+        )
+
+
+def decode_bundle(data: bytes, *, place: str) -> Bundle:
+    """Reads a bundle.
+
+    Raises:
+        UserError: it is none, it is damaged, or the roles.json in it counts no more.
+    """
+    kinds = (MalformedJson, KeyError, TypeError, ValueError, AttributeError, UserError)
+    with reported("not a bundle", place, _REMEDY, *kinds):
+        read = parse_object(data, max_bytes=MAX_BYTES)
+        if read["format"] != FORMAT:
+            raise MalformedJson(f"of format {read['format']!r}, not {FORMAT}")
+        bundle = Bundle(
+            group=str(read["group"]),
+            roles=tuple(map(str, read["roles"])),
+            spec=parse_resolved(canonical_json(read["spec"]), place=place),
+            roles_document=str(read["roles.json"]).encode(),
+            keys={str(name): str(secret) for name, secret in read["keys"].items()},
+            workers={str(name): str(key) for name, key in read["workers"].items()},
+        )
+        for secret in bundle.keys.values():
+            SigningKey.from_secret(secret)
+        islands = map(role_names.island_role, island_names(bundle.spec))  # their keys' names
+        known = {TRUNK_GROUP, *role_names.role_names(bundle.spec), *islands}
+        strangers = {*bundle.roles, *bundle.keys} - known
+        if strangers:
+            raise MalformedJson(f"its spec has no role {', '.join(sorted(strangers))}")
+        if bundle.spec.identity.root_public_key is None or bundle.spec.placement.base_port is None:
+            raise MalformedJson("its spec pins no root, or fixes no addresses")
+    remedy = "`runspec prepare` the site again, and bring the new bundle"
+    with reported("the roles.json in it does not count", place, remedy, BadSignature):
+        root = bundle.root_public_key
+        open_roles(bundle.roles_document, root_public_key=root, run=bundle.spec.name)
+    return bundle
+
+
+def load_bundle(path: Path) -> Bundle:
+    """Reads a bundle's file.
+
+    Raises:
+        UserError: there is none, or as `decode_bundle`.
+    """
+    with (
+        reported("cannot read the bundle", path, _REMEDY, OSError),
+        reported("not a bundle", path, _REMEDY, UserError),
+    ):
+        data = read_bounded(path, MAX_BYTES)
+    return decode_bundle(data, place=str(path))
+
+
+def make_bundles(spec: RunSpec, identity: Identity) -> list[Bundle]:
+    """One for the trunk, and one for each other process of a run.
+
+    Args:
+        spec: `site_spec`'s: it pins the root, and fixes the addresses.
+        identity: with the keys of every role.
+
+    Raises:
+        UserError: a key is missing.
+    """
+    roles = identity.roles_file.read_bytes()
+
+    def bundle(name: str, *signers: str, names: tuple[str, ...] = ()) -> Bundle:
+        keys = {signer: SigningKey.load(identity.key(signer)).secret_hex for signer in signers}
+        workers = read_own_workers(identity.folder) if name == TRUNK_GROUP else {}
+        return Bundle(name, names or (name,), spec, roles, keys, workers)
+
+    trunk, programs = role_names.trunk_names(spec), role_names.programs(spec).items()
+    first = map(role_names.island_role, island_names(spec)[:1])
+    islands = {names[0]: name for name, names in programs if name and names[0] != "learner"}
+    bundles = [bundle(TRUNK_GROUP, "coordinator", "publisher", *first, names=(TRUNK_GROUP, *trunk))]
+    for name, kind in role_names.role_kinds(spec).items():
+        if name in islands:
+            both = (name, role_names.shares_name(islands[name]))
+            bundles.append(bundle(name, role_names.island_role(islands[name]), names=both))
+        elif name not in trunk and kind != "shares":
+            # The keys of these have their own names.
+            own = (name,) if kind in ("validator", "evaluator", "worker") else ()
+            bundles.append(bundle(name, *own))
+    return bundles
+
+
+def require_own(bundle: Bundle, folder: Path) -> None:
+    """Refuses a folder of another run; a new one will do.
+
+    Raises:
+        UserError: the folder holds another run's spec or keys.
+    """
+    others = dict[Path, str]()
+    if (path := folder / SPEC_FILE).exists():
+        spec, run = load_resolved(folder), (bundle.spec.name, bundle.root_public_key)
+        if (spec.name, spec.identity.root_public_key) != run:
+            others[path] = f"the spec of another run, {spec.name}"
+    for name, secret in bundle.keys.items():
+        path = folder / "keys" / f"{name}.key"
+        if path.exists() and SigningKey.load(path).secret_hex != secret:
+            others[path] = "another key than the bundle's"
+    for path, thing in others.items():
+        remedy = "name another --dir, or remove the folder if its run is over"
+        raise UserError(f"{thing}, lies here", place=str(path), remedy=remedy)
+
+
+def install(bundle: Bundle, folder: Path) -> None:
+    """Lays out a folder as a run directory, with what the bundle has of one.
+
+    The trunk's gets no spec: its supervisor compares the bundle's with the run's own.
+
+    Raises:
+        UserError: as `require_own`, or the folder cannot be written.
+    """
+    require_own(bundle, folder)
+    keys = folder / "keys"
+    require_writable(keys, "the role's folder", "mend the permissions, or name another --dir")
+    keys.chmod(0o700)
+    for name, secret in bundle.keys.items():
+        if not (keys / f"{name}.key").exists():
+            SigningKey.from_secret(secret).save(keys / f"{name}.key")
+    if bundle.group == TRUNK_GROUP:
+        write_atomic(keys / "roles.json", bundle.roles_document)
+        write_atomic(keys / OWN_WORKERS_FILE, canonical_json(dict(bundle.workers)))
+    else:
+        write_spec(bundle.spec, folder, bundle.roles)
+
+
+def install_role(
+    bundle: Bundle, folder: Path, endpoints: Endpoints, *, lock: int = -1, listen: str | None = None
+) -> PreparedRun:
+    """Lays out a folder from which one role of a bundle starts; returns what it is of the run.
+
+    Args:
+        bundle: names the role.
+        folder: the role's own, or the run directory.
+        endpoints: where the run's servers are reached.
+        lock: of the folder.
+        listen: HOST:PORT of a server that listens elsewhere.
+
+    Raises:
+        UserError: as `install`.
+    """
+    install(bundle, folder)
+    save_endpoints(folder, endpoints)
+    identity = Identity(folder / "keys", bundle.root_public_key)
+    return PreparedRun(bundle.spec, folder, endpoints, identity, this_machine(), lock, listen)

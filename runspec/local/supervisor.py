@@ -44,9 +44,8 @@ class RequestRefused(UserError):
     exit_code = EXIT_LOCKED
 
 
-Decision = tuple[Changed, Mapping[str, RoleSpec]] | None
-"""A supervisor's decision on a request: a change, and how roles are started from now on; None: the
-run is to pause."""
+Decision = Changed | None
+"""A supervisor's decision on a request; None: the run is to pause."""
 
 
 def send_request(
@@ -115,17 +114,10 @@ class LiveRun:
     Args:
         run: as it starts; its spec.json is written anew before any role is told.
         state: where changes are recorded.
-        roles_of: the processes of a run.
     """
 
-    def __init__(
-        self,
-        run: PreparedRun,
-        state: RunState,
-        roles_of: Callable[[PreparedRun], Sequence[RoleSpec]],
-    ) -> None:
-        self.run = run
-        self._state, self._roles_of = state, roles_of
+    def __init__(self, run: PreparedRun, state: RunState) -> None:
+        self.run, self._state = run, state
 
     def budget_ends_at(self) -> float | None:
         """When the budget is used up, on the monotonic clock; None for never."""
@@ -158,7 +150,6 @@ class LiveRun:
             )
         signed_before = self._signed_roles()
         changed = self.run.changed(new)
-        roles = self._roles_of(changed)
         write_spec(new, self.run.directory, roles_here(new))
         record_applied(self._state, new, changes)
         self.run = changed
@@ -166,8 +157,7 @@ class LiveRun:
         if self._signed_roles() != signed_before:
             # A longer budget needs signatures that last as long; these two hand them out.
             renew = list(dict.fromkeys(["coordinator", "publisher", *renew]))
-        change = Changed(new.placement.restarts, self.budget_ends_at(), tuple(renew))
-        return change, {role.name: role for role in roles}
+        return Changed(new.placement.restarts, self.budget_ends_at(), tuple(renew))
 
     def _signed_roles(self) -> bytes:
         path = self.run.identity.roles_file
@@ -255,7 +245,7 @@ class Supervisor:
         self._pids: dict[str, int | None] = {}
         self._told: dict[str, RoleRow] = {}
         self._seen = 0.0
-        self._fleet = Fleet({role.name: RoleState() for role in roles}, rules)
+        self._fleet = Fleet({role.name: RoleState(role.policy) for role in roles}, rules)
 
     def run(self) -> Outcome:
         """Starts everything, watches it, and returns once no process is left.
@@ -305,9 +295,7 @@ class Supervisor:
             if taken is None:
                 self._handle(self._fleet.paused)
                 continue
-            change, roles = taken
-            self._specs |= {name: roles[name] for name in self._specs & roles.keys()}
-            self._fleet.changed(change)
+            self._fleet.changed(taken)
 
     def _answer(self) -> None:
         """Writes the progress and the outcome of open requests into their rows."""
@@ -358,7 +346,7 @@ class Supervisor:
         row = RoleRow(name, role.state, role.restarts, pid, born, time.time())
         self._told[name] = row
         self._session.state.set_role(row)
-        text = _describe(role, pid, code, needed=name not in self._fleet.rules.may_fail)
+        text = _describe(role, pid, code, needed=not role.policy.may_fail)
         # Of a role that was killed the log says nothing about its end.
         if role.state in (State.BACKOFF, State.FAILED) and code is not None and code > 0:
             error = last_error(self._session.logs / f"{name}.log")

@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from runspec.core.address import JoinLink
 from runspec.core.entry_points import Kind, extra_of, install_command
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_count
 from runspec.core.models.parameters import MEMORY_UTILIZATION
-from runspec.core.process import SUPERVISOR
+from runspec.core.process import SUPERVISOR, Endpoints, save_endpoints
 from runspec.core.schema import RunSpec, SamplerPool
 from runspec.core.schema.source_files import missing_plugins
 from runspec.estimate.broadcast import version_size
@@ -30,6 +29,7 @@ from runspec.estimate.speed import sampler_memory
 from runspec.local.formatting import reported, size
 from runspec.local.machine import BUILDS, Facts, devices_here, thread_limits, vllm_environment
 from runspec.local.preflight import ROLE_MODULES, Missing
+from runspec.local.run_dir import write_spec
 
 ROOM_BYTES = 1 << 30
 """Disk for the log, and the engine's own files."""
@@ -171,8 +171,8 @@ class Worker:
     """A worker process, the lines of its log that the volunteer is shown, and its end.
 
     Args:
-        link: of the run.
-        weights: URLs of relays and origin.
+        spec: of the run, with its root key.
+        endpoints: of its coordinator, relays and origin.
         key: file of the volunteer's key.
         folder: keeps its versions, the problems' files and its log.
         pool: that it serves.
@@ -185,8 +185,8 @@ class Worker:
 
     def __init__(
         self,
-        link: JoinLink,
-        weights: Sequence[str],
+        spec: RunSpec,
+        endpoints: Endpoints,
         key: Path,
         folder: Path,
         pool: SamplerPool,
@@ -197,6 +197,8 @@ class Worker:
         remedy = "free disk space, mend the permissions, or name another --dir"
         with reported("cannot write the worker's log", path, remedy, OSError):
             self._log = path.open("ab", buffering=0)
+            write_spec(spec, folder, ())
+            save_endpoints(folder, endpoints)
         self._tell = tell
         self.last_error = ""
         """The last error that it logged."""
@@ -204,13 +206,7 @@ class Worker:
         environment = thread_limits(cores) | vllm_environment(cores, on_cpu=on_cpu, tensor=tensor)
         # In a session of its own, so that a Ctrl-C in the terminal reaches it only through us.
         self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "sampler", "work"),
-                *("--run", link.run or "", "--coordinator", link.coordinator),
-                *(option for url in weights for option in ("--weights", url)),
-                *("--public-key", link.root or "", "--key", str(key)),
-                *("--dir", str(folder), "--pool", pool.name),
-            ],
+            [sys.executable, "-m", "runspec.role", pool.name, str(folder), "--key", str(key)],
             env={**os.environ, **environment, SUPERVISOR: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec.core.errors import one_line
-from runspec.core.process import VARIABLE, Move, Reply, Settings, encode
+from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode
 from sampler.engine.requests import merge, require_same_bytes
 
 Message = MutableMapping[str, Any]

@@ -21,24 +21,24 @@ from prometheus_client.registry import Collector
 from broadcast.manifest import read_manifest
 from runspec.core.errors import UserError
 from runspec.core.http_server import PREFIX, counter, gauge, serve_metrics
-from runspec.core.process import not_retried
+from runspec.core.process import Role, not_retried
 from runspec.core.roles import Latest
 from runspec.core.schema import Evaluation, RunSpec
 from runspec.core.schema.role_names import evaluator_pool
 from runspec.core.signed import SigningKey
 from sampler.engine.engine import Engine, EngineDied, same_death_is_final
 from sampler.evaluation.ask import Questions, ask, summary
-from sampler.role import RoleOptions, VersionWatch
 from sampler.tasks.task_set import RunTask, build_evaluation_set
-from verify.client import CoordinatorClient, problem_files
+from sampler.worker.stores import VersionWatch
+from verify.client import CoordinatorClient, connect, problem_files
 from verify.formats.documents import Evaluated, ProblemResult, sign_evaluation
-from verify.plugins import require_graders
+from verify.plugins import WeightsLocation, require_graders
 
 _LOOK_S = 0.5
 
 
 def evaluate_versions(
-    options: RoleOptions,
+    role: Role,
     log: logging.Logger,
     stop: threading.Event,
     *,
@@ -50,7 +50,7 @@ def evaluate_versions(
         UserError: an error that a person can fix; the message names it.
         RunStopped: an error that would occur again.
     """
-    client, key = options.connect()
+    client, key = connect(role)
     spec = client.spec()
     require_graders(spec)
     done = client.evaluations()
@@ -59,15 +59,15 @@ def evaluate_versions(
     with ExitStack() as up:  # closes in reverse order
         with not_retried():  # before any thread starts: on CPUs it may fork this process
             made = up.enter_context(closing(engine(evaluator_pool(spec))))
-        serve_metrics(options.metrics, results, log)
+        serve_metrics(role.figures, results, log)
         arrivals = Arrivals(
-            options,
+            WeightsLocation.of(role),
             spec.verify.lease_timeout,
             log,
             due=lambda after, newest: due_versions(spec, after, newest, done),
         )
         up.enter_context(closing(arrivals))
-        data = problem_files(client, spec, options.dir / "data", log)
+        data = problem_files(client, spec, role.work / "data", log)
         evaluator = Evaluator(client, key, spec, data, log, up, results, made)
         while not stop.is_set():
             last = arrivals.newest >= spec.steps  # if so, what is due is there already
@@ -181,19 +181,19 @@ class Arrivals(VersionWatch):
     `newest` is the newest version that was announced, once what is due up to it was fetched.
 
     Args:
-        options, fetch_s, log: as for `VersionWatch`.
+        source, fetch_s, log: as for `VersionWatch`.
         due: returns the versions in (after, newest] that are due, in order.
     """
 
     def __init__(
         self,
-        options: RoleOptions,
+        source: WeightsLocation,
         fetch_s: float,
         log: logging.Logger,
         *,
         due: Callable[[int, int], Sequence[int]],
     ) -> None:
-        super().__init__(options, fetch_s, log)
+        super().__init__(source, fetch_s, log)
         self._due = due
         self._changed = threading.Condition()
         self._waiting: Arrived | None = None

@@ -7,19 +7,17 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 
 from runspec.core.errors import UserError
 from runspec.core.http_server import serve_metrics
-from runspec.core.process import not_retried
+from runspec.core.process import Role, not_retried
 from sampler.engine.arguments import find_pool
 from sampler.engine.engine import Engine
-from sampler.role import RoleOptions
 from sampler.worker.stores import Meter, Outbox, Versions
 from sampler.worker.worker import Worker
-from verify.client import CoordinatorClient, RunFinished, problem_files
+from verify.client import CoordinatorClient, RunFinished, connect, problem_files
 from verify.formats.submission import max_submission_bytes
-from verify.plugins import load_task_set, require_graders
+from verify.plugins import WeightsLocation, load_task_set, require_graders
 
 HEARTBEAT_S = 10.0
 """Seconds between heartbeats. The coordinator considers a worker dead after three missing ones."""
@@ -27,15 +25,8 @@ _LOOK_S = 2.0
 """Least seconds between two heartbeats, because small models may load versions very often."""
 
 
-@dataclass(frozen=True)
-class WorkerOptions(RoleOptions):
-    """Options of a worker's command line."""
-
-    pool: str
-
-
 def work(
-    options: WorkerOptions,
+    role: Role,
     log: logging.Logger,
     stop: threading.Event,
     *,
@@ -45,7 +36,7 @@ def work(
     """Start a worker and let it work.
 
     Args:
-        options: the command line.
+        role: one of the run's workers, or a volunteer's.
         log: the role's.
         stop: ends the work at the next opportunity.
         worker, engine: constructors.
@@ -54,29 +45,29 @@ def work(
         UserError: an error that a person can fix; the message names it.
         RunStopped: an error that would occur again: no such pool, unreadable problems.
     """
-    client, key = options.connect()
+    client, key = connect(role)
     spec = client.spec()
     with not_retried():
-        pool = find_pool(spec, options.pool)
+        pool = find_pool(spec, role.pool)
     require_graders(spec)
     with ExitStack() as up:  # closes in reverse order
         with not_retried():  # before any thread starts: on CPUs it may fork this process
             made = up.enter_context(closing(engine(pool)))
         client.register(pool.name, {"engine": pool.engine, "dtype": pool.dtype})
         meter = Meter()
-        serve_metrics(options.metrics, meter, log)
+        serve_metrics(role.figures, meter, log)
         threading.Thread(
             target=_heartbeats, args=(client, meter, stop, log), name="heartbeat", daemon=True
         ).start()
-        versions = Versions(options, spec.verify.lease_timeout, log)
+        versions = Versions(WeightsLocation.of(role), spec.verify.lease_timeout, log)
         up.enter_context(closing(versions))
         version, path = versions.first()
-        data = problem_files(client, spec, options.dir / "data", log)
+        data = problem_files(client, spec, role.work / "data", log)
         tasks = up.enter_context(closing(load_task_set(spec, path, data)))
         log.info("loading vLLM with version %d, %d problems", version, len(tasks))
         outbox = Outbox(
-            options.dir / "outbox" / key.public_hex[:16],
-            run=options.run,
+            role.work / "outbox" / key.public_hex[:16],
+            run=spec.name,
             worker=key.public_hex,
             max_bytes=max_submission_bytes(spec, pool),
             log=log,

@@ -1,4 +1,4 @@
-"""A real worker that cheats: `python -m tests.attacks.dishonest_worker MODE <sampler options>`.
+"""A real worker that cheats: `python -m tests.attacks.dishonest_worker MODE POOL FOLDER KEY`.
 
 MODE is `perturbed` (serves other weights than the leased version's) or `edited` (changes a token
 after generating it). All else is the honest worker's own code.
@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from runspec.core.process import run_role, stop_event
+from runspec.core.process import Role, run_role, stop_event
 from sampler.engine.engine import Engine
 from sampler.engine.requests import LoadReport
-from sampler.worker.start import WorkerOptions, work
+from sampler.worker.start import work
 from sampler.worker.worker import Worker
 from verify.formats.submission import Rollout
 
@@ -61,17 +61,13 @@ class TokenEditor(Worker):
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("mode", choices=["perturbed", "edited"])
-    for name in ("run", "coordinator", "public-key", "pool"):
-        parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--weights", required=True, action="append")
-    parser.add_argument("--key", required=True, type=Path)
-    parser.add_argument("--dir", required=True, type=Path)
-    values = vars(parser.parse_args())
-    mode = values.pop("mode")
-    options = WorkerOptions(**values)
-    stop = stop_event()
-    kinds = {"engine": PerturbedEngine} if mode == "perturbed" else {"worker": TokenEditor}
-    return run_role(mode, lambda log: work(options, log, stop, **kinds))
+    parser.add_argument("pool")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("key", type=Path)
+    options = parser.parse_args()
+    role, stop = Role.load(options.pool, options.folder, key_file=options.key), stop_event()
+    kinds = {"engine": PerturbedEngine} if options.mode == "perturbed" else {"worker": TokenEditor}
+    return run_role(options.mode, lambda log: work(role, log, stop, **kinds))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from runspec.core.schema.load import load_resolved
 from runspec.core.signed import SigningKey
 from runspec.simulate.population import Strategy, StrategyBlock
 from sampler.engine.requests import Sampled, SampleRequest
-from sampler.role import RoleOptions
 from sampler.worker.rollouts import claim_rewards, make_rollouts, plan_rollouts
 from sampler.worker.stores import Versions
 from tests.attacks.strange import strange_info, strange_table
@@ -46,7 +45,7 @@ from verify.coordinator.machine.trust import Standing
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import Rollout, encode_rollouts
 from verify.noise import gumbel
-from verify.plugins import TaskSet, load_task_set
+from verify.plugins import TaskSet, WeightsLocation, load_task_set
 from verify.toploc.codec import CHUNK_ROWS, build_proofs_of, round_to_bf16, select
 
 ATTACKS = {
@@ -275,11 +274,9 @@ def main() -> None:
         return CoordinatorClient(options.coordinator, key, **pinned)
 
     spec = client_of(SigningKey.generate()).spec()
-    role = RoleOptions(
-        *(options.run, options.coordinator, [options.weights], options.public_key),
-        *(Path(options.dir) / "key", Path(options.dir)),
-    )
-    versions = Versions(role, spec.verify.lease_timeout, logging.getLogger())
+    cache = Path(options.dir) / "weights"
+    source = WeightsLocation(options.run, [options.weights], options.public_key, cache)
+    versions = Versions(source, spec.verify.lease_timeout, logging.getLogger())
     keys = {name: int(count) for name, count in (each.split("=") for each in options.attacks)}
     sample = Sampler(spec, spec.samplers[0], versions)
     attack(keys, client_of, url=options.coordinator, pool=spec.samplers[0].name, sample=sample)

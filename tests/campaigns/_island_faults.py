@@ -71,7 +71,7 @@ class MindedRun:
                 (self.run.folder(name) / "spec.json").write_bytes(dump_resolved(self.run.spec))
         self._stack.enter_context(self.run)
         self.processes = {name: self.run.start(name) for name in self.names}
-        key = SigningKey.load(self.run.links[self.names[0]].key)
+        key = SigningKey.load(self.run.path / "keys" / f"island-{self.names[0]}.key")
         url, root = self.run.coordinator.url, self.run.root.public_hex
         self._client = IslandClient(url, self.run.spec.name, key, root_public_key=root)
         return self

@@ -39,9 +39,9 @@ ASKS = (
 NODES = ("trunk's node", "learner's second node", "sampler's node", "validator's node")
 """After the head, which Ray cannot lose."""
 PROCESSES = {
-    "learner's process 0": "learner_jax train",
-    "coordinator": "verify coordinator",
-    "publisher": "bridge publish",
+    "learner's process 0": "runspec.role learner ",
+    "coordinator": "runspec.role coordinator",
+    "publisher": "runspec.role publisher",
 }
 KILLS = (*NODES, *PROCESSES)
 RUNS, EACH = int(os.environ.get("RAY_RUNS", "10")), int(os.environ.get("RAY_KILLS", "10"))
@@ -132,5 +132,5 @@ def _kill_process(cluster: Cluster, words: str) -> None:
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            if f"-m {words}" in line and str(cluster.site) in line and "--process 1" not in line:
+            if f"-m {words}" in line and str(cluster.site) in line:
                 os.kill(int(entry.name), signal.SIGKILL)

@@ -23,6 +23,7 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 
+from runspec.core.process import Endpoints, load_endpoints
 from runspec.core.roles import open_roles
 from runspec.core.run_files import step_folder
 from runspec.core.schema.load import load_resolved
@@ -31,6 +32,7 @@ from tests.attacks.hostile_keys import hostile, standings
 from tests.harness import LiveRun, runspec, standing_still
 from tests.preloaded import Program
 from tests.processes import alive, descendants
+from tests.role_folder import write_folder
 from tests.runspec.local.dashboard.made_run import report
 from tests.waiting import eventually
 from verify.formats.batch import FILE_NAME, open_batch
@@ -96,14 +98,11 @@ def start_cheat(run: LiveRun, mode: str) -> tuple[str, Program]:
     key = SigningKey.generate()
     home = run.runs_dir / mode
     key.save(home / "worker.key")
-    endpoints = json.loads((run.dir / "endpoints.json").read_text())
-    process = Program(
-        CHEAT,
-        *(mode, "--run", run.name, "--coordinator", endpoints["coordinator"]),
-        *("--weights", endpoints["origin"], "--public-key", root_key(run)),
-        *("--key", home / "worker.key", "--dir", home, "--pool", "volunteers"),
-        log=home / "log",
-    )
+    run_ends = load_endpoints(run.dir)
+    assert run_ends is not None, "the run is up"
+    ends = Endpoints(run_ends.coordinator, run_ends.origin)
+    write_folder(home, load_resolved(run.dir), ends, root_key(run))
+    process = Program(CHEAT, mode, "volunteers", home, home / "worker.key", log=home / "log")
     return key.public_hex, process
 
 

@@ -42,6 +42,18 @@ pytestmark = pytest.mark.slow
 LOG = logging.getLogger("test")
 STEPS = 4
 Processes = list[subprocess.Popen[bytes]]
+HOST = """
+import sys
+from pathlib import Path
+from learner_jax.__main__ import learn
+from runspec.core.process import leave, run_role
+from runspec.core.process import Role
+
+role, waits = Role.load("learner", Path(sys.argv[1])), map(int, sys.argv[2:])
+waits = dict(zip(("join_s", "heartbeat_s"), waits, strict=True))
+leave(run_role("learner", lambda log: learn(role, log, **waits)))
+"""
+"""A process of the learner that waits as long as is said: FOLDER JOIN_S HEARTBEAT_S."""
 
 
 def ready(path: Path, compiled: Path, *, batches: int = STEPS, **changes: Any) -> Run:
@@ -67,6 +79,11 @@ def reserved_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
+def place_of(port: int, index: int) -> dict[str, str]:
+    """Environment of a process that says where it finds the others."""
+    return {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_PROCESS_ID": str(index)}
+
+
 @contextmanager
 def learners(run: Run, other: Path | None = None, *, heartbeat_s: int = 600) -> Iterator[Processes]:
     """The run's two processes; neither outlives the block.
@@ -82,13 +99,10 @@ def learners(run: Run, other: Path | None = None, *, heartbeat_s: int = 600) -> 
     with reserved_port() as port:
         try:
             for index, folder in enumerate((run.path, other or run.path)):
-                command = [sys.executable, "-m", "learner_jax", "train", str(folder)]
-                command += [f"--coordinator=127.0.0.1:{port}", f"--process={index}", "--join=600"]
-                command += [f"--heartbeat={heartbeat_s}"]
+                command = [sys.executable, "-c", HOST, str(folder), "600", str(heartbeat_s)]
+                own = environment | place_of(port, index)
                 with log_of(run, index).open("ab") as log:
-                    processes.append(
-                        subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-                    )
+                    processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
             yield processes
         finally:
             for process in processes:
@@ -256,10 +270,9 @@ def test_processes_that_do_not_share_checkpoints_are_told_so(compiled, tmp_path)
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_process_that_stays_alone_says_whom_it_waited_for(index, compiled, tmp_path):
     run = ready(tmp_path / "run", compiled, batches=0)
-    command = [sys.executable, "-m", "learner_jax", "train", str(run.path), "--join=2"]
+    command = [sys.executable, "-c", HOST, str(run.path), "2", "60"]
     with reserved_port() as port:
-        place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_PROCESS_ID": str(index)}
-        environment = {**os.environ, **place}
+        environment = {**os.environ, **place_of(port, index)}
         alone = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert alone.returncode == EXIT_USER_ERROR
     assert f"process {index} of 2" in alone.stderr and f"127.0.0.1:{port}" in alone.stderr

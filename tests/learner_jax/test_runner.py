@@ -199,7 +199,7 @@ def test_a_crash_changes_no_bit_of_other_kinds_of_state(broken_adapters, tmp_pat
 
 KILLED = """
 import importlib, os, signal, sys
-from learner_jax.__main__ import main
+from runspec.role import main
 
 folder, module, name, times = sys.argv[1:]
 module, times = importlib.import_module(module), int(times)
@@ -212,7 +212,7 @@ def counted(*arguments, **options):
     return function(*arguments, **options)
 
 setattr(module, name, counted)
-main(["train", folder])
+main(["learner", folder])
 """
 """A learner that is killed when it calls a function of a module for the nth time."""
 

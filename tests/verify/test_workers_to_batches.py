@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -19,12 +18,14 @@ import pytest
 
 from runspec.core.canonical import digest_bytes
 from runspec.core.files import write_atomic
-from runspec.core.process import EXIT_FINAL, RunStopped
+from runspec.core.process import EXIT_FINAL, Endpoints, Role, RunStopped
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import evaluation_files, submission_files
 from runspec.core.schema import Evaluation, RunSpec
 from runspec.core.schema.source_files import source_files
+from runspec.role import main as start
 from sampler.tasks.graders import Graders
+from tests.role_folder import write_folder
 from tests.runspec.cli.in_process import runspec
 from tests.sampler.tasks.grading.plugin import TERM, answers, install_term, reward
 from tests.verify.bench import MODEL, packed
@@ -34,7 +35,6 @@ from tests.verify.profiles import document, made_profile, with_profile
 from tests.verify.small_model import NumpyEngine, ParityTask, Worker, fixed_key, small_spec
 from tests.waiting import eventually
 from verify import validator
-from verify.__main__ import main as verify
 from verify.audit.replay import audit
 from verify.client import RunFinished, SubmissionRefused, problem_files
 from verify.formats.documents import Evaluated, Figure, sign_evaluation
@@ -303,9 +303,10 @@ def test_a_validator_that_every_try_would_end_stops_the_run(tmp_path, monkeypatc
     site = Site(tmp_path, spec)
     site.validator.save(tmp_path / "validator.key")
     with site.origin(), site.serving(), pytest.raises(RunStopped, match=words):
-        options = {"run": site.run, "coordinator": site.url, "weights": [site.weights]}
-        options |= {"public_key": site.root.public_hex, "key": tmp_path / "validator.key"}
-        validator.run(Namespace(**options, dir=tmp_path / "validator"), threading.Event(), LOG)
+        ends = Endpoints(site.url, site.weights)
+        folder = write_folder(tmp_path / "validator", spec, ends, site.root.public_hex)
+        role = Role.load("validator-0", folder, key_file=tmp_path / "validator.key")
+        validator.run(role, threading.Event(), LOG)
 
 
 def test_a_coordinator_that_cannot_read_its_spec_ends_with_the_code_that_stops_the_run(
@@ -313,8 +314,5 @@ def test_a_coordinator_that_cannot_read_its_spec_ends_with_the_code_that_stops_t
 ) -> None:
     site = Site(tmp_path, tiny_spec())
     (site.run_dir / "spec.json").write_text("{")
-    words = ["--weights", "http://127.0.0.1:9", "--public-key", site.root.public_hex]
-    assert (
-        verify(["coordinator", str(site.run_dir), "--listen", "127.0.0.1:0", *words]) == EXIT_FINAL
-    )
+    assert start(["coordinator", str(site.run_dir)]) == EXIT_FINAL
     assert "spec.json" in capsys.readouterr().err

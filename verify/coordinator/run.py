@@ -123,7 +123,7 @@ def _read_roles(
         raise UserError(
             f"cannot be verified: {error}",
             place=str(path),
-            remedy="check --public-key, or sign roles.json again with the root key",
+            remedy="check identity.root_public_key, or sign roles.json again with the root key",
         ) from error
     if key.public_hex not in roles.coordinator:
         raise UserError(

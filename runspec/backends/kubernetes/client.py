@@ -36,10 +36,9 @@ from runspec.core.schema import RunSpec
 from runspec.core.schema.load import load_resolved
 from runspec.core.schema.role_names import STAGES, trunk_names
 from runspec.local.backend import LocalProcesses, Processes
-from runspec.local.bundle import TRUNK_GROUP
 from runspec.local.processes import PreparedRun
 from runspec.local.run_dir import note_site, run_directory
-from runspec.local.site import groups_of
+from runspec.local.site import TRUNK_GROUP, groups_of
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _CORE, _JOBSET = "api/v1", "apis/jobset.x-k8s.io/v1alpha2"

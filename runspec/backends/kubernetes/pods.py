@@ -6,18 +6,17 @@ import re
 from typing import Any
 
 from runspec.core.errors import UserError
+from runspec.core.process import address
 from runspec.core.schema import Hardware, Kubernetes, RunSpec
 from runspec.core.schema.role_names import (
     island_processes,
     island_spec,
     rendezvous_names,
     server_names,
-    shares_name,
     trunk_names,
 )
-from runspec.local.bundle import TRUNK_GROUP
-from runspec.local.endpoints import address, fixed_metrics
-from runspec.local.site import BASE_PORT, Disk, Group
+from runspec.local.endpoints import fixed_metrics
+from runspec.local.site import BASE_PORT, TRUNK_GROUP, Disk, Group, with_urls
 
 RUN_LABEL = "runspec.dev/run"
 GROUP_LABEL = "runspec.dev/group"
@@ -111,34 +110,15 @@ def addressed(spec: RunSpec) -> RunSpec:
                 remedy=f"use one host and one slice, {by_hand}",
             )
     run, ports = label(spec.name), server_ports(spec)
-    host = pod_host(run, TRUNK_GROUP, 0)
-
-    def address(server: str) -> str:
-        return f"http://{run}-{label(server)}:{ports[server]}"
-
-    relays = [
-        relay.model_copy(update={"url": relay.url or address(f"relay-{relay.name}")})
-        for relay in spec.broadcast.relays
-    ]
-    placement: dict[str, object] = {"host": host, "backend": "kubernetes"}
+    placement: dict[str, object] = {"host": pod_host(run, TRUNK_GROUP, 0), "backend": "kubernetes"}
     if spec.placement.metrics is not None:
         everywhere = {"host": "0.0.0.0"}  # noqa: S104 - the pod's address is known to nobody here
         placement["metrics"] = spec.placement.metrics.model_copy(update=everywhere)
-    update: dict[str, object] = {
-        "placement": spec.placement.model_copy(update=placement),
-        "broadcast": spec.broadcast.model_copy(update={"relays": relays}),
-    }
-    if spec.learner.islands is not None:
-        first, *others = spec.learner.islands.members
-        others = [
-            each.model_copy(update={"url": each.url or address(shares_name(each.name))})
-            for each in others
-        ]
-        islands = spec.learner.islands.model_copy(update={"members": [first, *others]})
-        update["learner"] = spec.learner.model_copy(update={"islands": islands})
+    update: dict[str, object] = {"placement": spec.placement.model_copy(update=placement)}
     if spec.learner.hosts > 1 and spec.checkpoints.dir is None:
         update["checkpoints"] = spec.checkpoints.model_copy(update={"dir": CHECKPOINTS})
-    return spec.model_copy(update=update)
+    located = with_urls(spec, lambda server: f"http://{run}-{label(server)}:{ports[server]}")
+    return located.model_copy(update=update)
 
 
 def in_object_store(spec: RunSpec) -> bool:

@@ -27,8 +27,7 @@ from runspec.core.process import EXIT_FINAL
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import dump_resolved
 from runspec.core.schema.role_names import elsewhere
-from runspec.local.bundle import TRUNK_GROUP, Bundle
-from runspec.local.site import Disk, Group, groups_started, make_site
+from runspec.local.site import TRUNK_GROUP, Bundle, Disk, Group, groups_started, make_site
 
 Manifest = dict[str, Any]
 SITE = "site"

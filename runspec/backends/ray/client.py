@@ -33,22 +33,16 @@ from runspec.backends.ray.cluster import (
 )
 from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
+from runspec.core.process import address, save_endpoints
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import dump_resolved, load_resolved
-from runspec.core.schema.role_names import (
-    STAGES,
-    TRUNK,
-    learner_names,
-    monitor_names,
-    relay_names,
-)
+from runspec.core.schema.role_names import STAGES, TRUNK, learner_names, monitor_names, relay_names
 from runspec.local.backend import Look, Processes, StopSignals
-from runspec.local.bundle import TRUNK_GROUP, make_bundles
-from runspec.local.endpoints import PORTS, address, save_endpoints
+from runspec.local.endpoints import PORTS
 from runspec.local.prepare import write_targets
 from runspec.local.processes import PreparedRun, RoleSpec, secret_values
 from runspec.local.run_dir import note_site, run_directory
-from runspec.local.site import groups_of, site_spec
+from runspec.local.site import TRUNK_GROUP, groups_of, make_bundles, site_spec
 
 _FIRST_HOST = ("learner", *STAGES)
 """Have the accelerators of the learner's first host, one after the other."""

@@ -23,14 +23,13 @@ from urllib.parse import urlsplit
 
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
+from runspec.core.process import Endpoints
 from runspec.core.schema import RunSpec
 from runspec.local.backend import AT_TRUNK, Child, Look, start_child
-from runspec.local.bundle import TRUNK_GROUP, decode_bundle, install
-from runspec.local.endpoints import Endpoints, port_answers, port_is_free
-from runspec.local.machine import this_machine
-from runspec.local.processes import PreparedRun, RoleSpec, role_specs
+from runspec.local.endpoints import port_answers, port_is_free
+from runspec.local.processes import RoleSpec, role_specs
 from runspec.local.run_dir import holder, own_folder
-from runspec.local.site import Group, groups_of
+from runspec.local.site import TRUNK_GROUP, Group, decode_bundle, groups_of, install_role
 from runspec.local.state import RunState
 
 MAX_READ_BYTES = 1 << 20
@@ -194,8 +193,7 @@ def _made_here(order: Order) -> tuple[RoleSpec, Path]:
     bundle = decode_bundle(order.bundle, place=f"bundle of {order.name}")
     folder = own_folder(bundle.spec, order.name)
     folder.mkdir(parents=True, exist_ok=True)
-    identity = install(bundle, folder)
-    run = PreparedRun(bundle.spec, folder, order.endpoints, identity, this_machine(), lock=-1)
+    run = install_role(bundle, folder, order.endpoints)
     cores = None if order.cores is None else {order.name: order.cores}
     (role,) = role_specs(run, {order.name}, cores)
     return replace(role, env={**role.env, **order.secrets}), folder / "logs"

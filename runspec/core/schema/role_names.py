@@ -5,6 +5,8 @@ The names are those of `status`, logs, keys and `placement.devices`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from math import ceil
 
 from runspec.core.schema import IslandMember, RunSpec, SamplerPool
@@ -72,14 +74,9 @@ def measured_roles(spec: RunSpec) -> dict[str, str]:
 
     The trunk's are first. Of a program of several processes the first speaks.
     """
-    islands = (names[0] for names in island_processes(spec).values())
-    return {
-        "publisher": "publisher",
-        **dict.fromkeys(("learner", *islands), "learner"),
-        **dict.fromkeys(validator_names(spec), "validator"),
-        **dict.fromkeys(evaluator_names(spec), "evaluator"),
-        **dict.fromkeys(worker_names(spec), "worker"),
-    }
+    measured = ("publisher", "learner", "validator", "evaluator", "worker")
+    others = {name for names in programs(spec).values() for name in names[1:]}
+    return {name: kind for name, kind in _roles(spec) if kind in measured and name not in others}
 
 
 def validator_names(spec: RunSpec) -> list[str]:
@@ -101,16 +98,40 @@ def worker_names(spec: RunSpec) -> dict[str, str]:
 
 def role_names(spec: RunSpec) -> list[str]:
     """Return every long-running process on any machine; a name that clashes appears twice."""
-    return [
-        *("origin", *relay_names(spec), "coordinator", "publisher"),
-        *learner_names(spec),
-        *(name for names in island_processes(spec).values() for name in names),
-        *(shares_name(name) for name in island_names(spec)),
-        *validator_names(spec),
-        *evaluator_names(spec),
-        *monitor_names(spec),
-        *(f"{pool.name}-{i}" for pool in spec.samplers for i in range(pool.replicas)),
-    ]
+    return [name for name, _ in _roles(spec)]
+
+
+def role_kinds(spec: RunSpec) -> dict[str, str]:
+    """Return what each long-running process does, in the order of `role_names`."""
+    return dict(_roles(spec))
+
+
+def _roles(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """Yield each process with its kind."""
+    islands = chain(*island_processes(spec).values())
+    for kind, names in (
+        ("origin", ["origin"]),
+        ("relay", relay_names(spec)),
+        ("coordinator", ["coordinator"]),
+        ("publisher", ["publisher"]),
+        ("learner", [*learner_names(spec), *islands]),
+        ("shares", map(shares_name, island_names(spec))),
+        ("validator", validator_names(spec)),
+        ("evaluator", evaluator_names(spec)),
+        ("monitor", monitor_names(spec)),
+        ("worker", (f"{pool.name}-{i}" for pool in spec.samplers for i in range(pool.replicas))),
+    ):
+        yield from ((name, kind) for name in names)
+
+
+def programs(spec: RunSpec) -> dict[str | None, list[str]]:
+    """Return the processes of each training program by its island, the learner's first.
+
+    The learner of a run without islands has None for one.
+    """
+    found: dict[str | None, list[str]] = {next(iter(island_names(spec)), None): learner_names(spec)}
+    found.update(island_processes(spec))
+    return found
 
 
 def placeable(spec: RunSpec) -> dict[str, list[str]]:

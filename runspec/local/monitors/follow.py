@@ -25,11 +25,12 @@ from runspec.core.canonical import canonical_json, digest_bytes, parse_object
 from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError, describe_error
 from runspec.core.files import expand_user, read_bounded, write_atomic
-from runspec.core.process import EXIT_USER_ERROR, not_retried
+from runspec.core.process import EXIT_USER_ERROR, Role, not_retried, stop_event
 from runspec.core.run_files import METRICS_FILE, SAMPLES_FILE, evaluation_files, monitor_folder
 from runspec.core.schema import Monitor as MonitorSpec
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import MAX_BYTES, dump_resolved
+from runspec.core.schema.role_names import monitor_names
 from runspec.core.schema.source_files import MONITOR_GROUP
 from runspec.local.metrics import JsonLines, Row, read_rows
 from runspec.local.monitors import Entry, Monitor, Target
@@ -53,6 +54,12 @@ _AXES = ("step", "version", "time")
 Position = dict[str, Any]
 """`record`; `number` of the next entry; `step` and `row`, the newest step and its row's digest;
 `samples`, the newest step whose rollouts were sent; and when each evaluation was made, by key."""
+
+
+def monitor(role: Role, log: logging.Logger) -> None:
+    """Send what a monitor of the run lacks, until the run has ended."""
+    settings = dict(zip(monitor_names(role.spec), role.spec.monitors, strict=True))
+    follow(role.folder, role.spec, settings[role.name], stop_event(), log)
 
 
 def follow(

@@ -21,8 +21,8 @@ from bridge.publisher import Publisher, publish_versions
 from broadcast.relay import run_origin
 from broadcast.server import ServerOptions
 from learner_jax.checkpoint import check_state, load_beside, state_steps
-from learner_jax.learner_run import IslandLink
 from learner_jax.warm_start import draw_initial_model
+from runspec.core.process import Endpoints
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import state_folder
 from runspec.core.schema import RunSpec
@@ -31,6 +31,7 @@ from runspec.core.schema.role_names import island_names
 from runspec.core.signed import SigningKey
 from tests.broadcast.conftest import Served
 from tests.learner_jax.test_document_runs import document_spec
+from tests.role_folder import write_folder
 from tests.waiting import eventually
 from verify.coordinator.run import serve
 
@@ -148,17 +149,9 @@ class IslandRun:
         )
         self.links = {}
         for name in self.names:
-            shares = store / f"shares-{name}"
-            server = self._origin(shares)
-            self.links[name] = IslandLink(
-                name,
-                through(self.coordinator.url),
-                self.path / "keys" / f"island-{name}.key",
-                through(server.url),
-                shares,
-                () if name == self.names[0] else (origin,),
-                self.root.public_hex,
-            )
+            coordinator = through(self.coordinator.url)
+            shares = {name: through(self._origin(store / f"shares-{name}").url)}
+            self.links[name] = Endpoints(coordinator, origin, shares=shares)
         stop = threading.Event()
         versions = Publisher(self.path, load_resolved(self.path), LOG)
         publisher = threading.Thread(target=publish_versions, args=(versions, stop))
@@ -172,14 +165,15 @@ class IslandRun:
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
         """Starts an island; its log goes on in its folder."""
-        link, folder = self.links[name], self.folder(name)
-        words = ["learner_jax", "train", str(folder)]
-        if self.spec.learner.islands is not None:
-            words += ["--island", name, "--key", str(link.key)]
-            words += ["--coordinator-url", link.coordinator, "--share-url", link.share_url]
-            words += ["--share-store", str(link.share_store)]
-        for url in link.weights:
-            words += ["--weights", url, "--public-key", self.root.public_hex]
+        role, folder = "learner", self.path
+        if name != self.names[0]:  # what its machine has for a run directory
+            role, folder = f"island-{name}", self.path / "machines" / name
+            folder.mkdir(parents=True, exist_ok=True)
+            for shared in ("keys", "store", "work"):
+                if not (folder / shared).exists():
+                    (folder / shared).symlink_to(self.path / shared)
+        write_folder(folder, self.spec, self.links[name])
+        words = ["runspec.role", role, str(folder)]
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
         with self.log(name).open("ab") as log:
             process = subprocess.Popen(

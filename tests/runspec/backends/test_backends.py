@@ -28,9 +28,8 @@ from runspec.backends.ray.cluster import (
     options,
 )
 from runspec.core.errors import UserError
-from runspec.local.bundle import decode_bundle
 from runspec.local.run_view import look_at
-from runspec.local.site import groups_of
+from runspec.local.site import decode_bundle, groups_of
 from tests.harness import ROOT, TARGET_SHORT
 from tests.runspec.backends.fake_api_server import FakeApiServer, cluster, fake_api_server
 from tests.runspec.backends.fake_kubelet import on_cluster

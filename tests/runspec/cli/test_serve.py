@@ -20,7 +20,7 @@ from runspec.cli import follow
 from runspec.cli.follow import Follower, Versions
 from runspec.cli.serve import await_end, print_reply, served
 from runspec.core.errors import UserError
-from runspec.core.process import Move, Reply, encode
+from runspec.core.follow_protocol import Move, Reply, encode
 from runspec.core.run_files import weights_folder
 from runspec.core.schema.load import load_resolved
 from runspec.core.signed import SigningKey

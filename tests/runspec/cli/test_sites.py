@@ -18,8 +18,8 @@ import pytest
 from runspec.core.roles import sign_roles
 from runspec.core.schema.load import load_resolved
 from runspec.core.signed import SigningKey
-from runspec.local.bundle import load_bundle
 from runspec.local.run_dir import hold
+from runspec.local.site import load_bundle
 from tests.harness import ROOT, TARGET_SHORT
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.local.fake_run import prepared, small_spec
@@ -199,9 +199,8 @@ def test_a_server_behind_a_proxy_listens_where_it_is_told(tmp_path, becomes):
     # and that is where it listens, in a folder of its own
     runspec(*role, tmp_path / "role", "--listen", "192.0.2.1:80")
     [command] = becomes
-    assert command[1:4] == ("-m", "broadcast", "relay")
-    assert command[-2:] == ("--listen", "192.0.2.1:80")
-    assert str(tmp_path / "role" / "store" / "relay-local") in command
+    own = str(tmp_path / "role")
+    assert command[1:] == (*("-m", "runspec.role", "relay-local", own, "--listen"), "192.0.2.1:80")
     # and an address that this machine has not ends it with one message
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr
@@ -216,7 +215,7 @@ def test_the_server_of_an_islands_shares_listens_where_it_is_told(tmp_path, beco
     listen = ("--listen", "127.0.0.1:1234")
     runspec("role", "shares-1", "--bundle", file, "--dir", tmp_path / "own", *listen)
     [command] = becomes
-    assert listen[1] in command and str(tmp_path / "own" / "store" / "shares-1") in command
+    assert command[-4:] == ("shares-1", str(tmp_path / "own"), *listen)
 
 
 def test_a_trunk_that_cannot_start_here_says_what_is_missing(tmp_path):

@@ -20,10 +20,10 @@ from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.http_client import NoAnswer
 from runspec.core.models.family import model_config
+from runspec.core.process import Endpoints, save_endpoints
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import dump_resolved
 from runspec.core.signed import SigningKey
-from runspec.local.endpoints import Endpoints, save_endpoints
 from runspec.local.machine import Facts, Machine
 from runspec.local.run_dir import hold
 from runspec.local.volunteer import choose_pool, lacks, open_pools

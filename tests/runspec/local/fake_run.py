@@ -18,7 +18,7 @@ from runspec.core.signed import SigningKey
 from runspec.lint.check import check_spec
 from runspec.local.apply import drive
 from runspec.local.backend import StopSignals
-from runspec.local.fleet import Outcome
+from runspec.local.fleet import Outcome, RestartPolicy
 from runspec.local.planning import make_plan
 from runspec.local.prepare import prepare_run
 from runspec.local.processes import PreparedRun, RoleSpec
@@ -69,8 +69,9 @@ def role(behaviour: str, run_dir: Path, *arguments: str, name: str | None = None
         name or behaviour,
         command,
         {"PYTHONPATH": str(ROOT)},
-        ends_run=behaviour in ("learner", "warm_start"),
-        ends_when_sampled=behaviour == "worker",
+        policy=RestartPolicy(
+            ends_run=behaviour in ("learner", "warm_start"), ends_when_sampled=behaviour == "worker"
+        ),
     )
 
 

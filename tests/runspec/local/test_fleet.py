@@ -21,6 +21,7 @@ from runspec.local.fleet import (
     Outcome,
     Phase,
     Reached,
+    RestartPolicy,
     RoleState,
     Rules,
     State,
@@ -28,19 +29,20 @@ from runspec.local.fleet import (
 
 RULES = Rules(
     restarts=2,
-    ends_run=frozenset({"learner"}),
-    ends_when_sampled=frozenset({"worker"}),
-    may_fail=frozenset({"evaluator", "island", "monitor"}),
-    onlookers=frozenset({"monitor"}),
-    late_s={"evaluator": 60.0, "monitor": 60.0},
-    servers=frozenset({"origin"}),
     budget_ends_at=5000.0,
     drain_s=30.0,
     publish_s=100.0,
     stop_s=20.0,
 )
-ROLES = ("evaluator", "island", "learner", "monitor", "origin", "worker")
-LATE = frozenset(RULES.late_s)
+POLICIES = {
+    "evaluator": RestartPolicy(may_fail=True, late_s=60.0),
+    "island": RestartPolicy(may_fail=True),
+    "learner": RestartPolicy(ends_run=True),
+    "monitor": RestartPolicy(may_fail=True, onlooker=True, late_s=60.0),
+    "origin": RestartPolicy(server=True),
+    "worker": RestartPolicy(ends_when_sampled=True),
+}
+ROLES, LATE = tuple(POLICIES), ("evaluator", "monitor")
 
 
 class AnyRun(RuleBasedStateMachine):
@@ -48,7 +50,7 @@ class AnyRun(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fleet = Fleet({name: RoleState() for name in ROLES}, RULES)
+        self.fleet = Fleet({name: RoleState(policy) for name, policy in POLICIES.items()}, RULES)
         self.now = 0.0
         self.running: dict[str, float] = {}
         """When each role with a process was started."""
@@ -69,8 +71,8 @@ class AnyRun(RuleBasedStateMachine):
             assert action.role in self.running
             if action.do == "kill":
                 self.killed.add(action.role)
-            elif self.fleet.ending and action.role in RULES.servers:
-                assert self.running.keys() <= RULES.servers, "a server is stopped last"
+            elif self.fleet.ending and action.role == "origin":
+                assert self.running.keys() <= {"origin"}, "a server is stopped last"
 
     @rule(seconds=st.sampled_from([0.25, 0.5, 1.0, 10.0, 20.0, 30.0, 60.0, 600.0]))
     def time_passes(self, seconds: float) -> None:
@@ -114,7 +116,7 @@ class AnyRun(RuleBasedStateMachine):
     @rule(stepped=st.booleans(), sampled=st.booleans(), published=st.booleans())
     def run_is_looked_at(self, stepped: bool, sampled: bool, published: bool) -> None:
         self.fleet.reached(Reached(stepped, sampled, False, published and self.fleet.trained))
-        for name in set(ROLES) - RULES.onlookers if stepped else ():
+        for name in set(ROLES) - {"monitor"} if stepped else ():
             if self.fleet.roles[name].state is State.RUNNING:
                 self.deaths[name] = 0
 
@@ -135,7 +137,7 @@ class AnyRun(RuleBasedStateMachine):
         renewed, ending = fleet.roles[name].state is State.RENEWING, fleet.ending
         draining = fleet.phase is Phase.DRAINING
         self.do(fleet.exited(name, code, self.now))
-        role, needed = fleet.roles[name], name not in RULES.may_fail
+        role, needed = fleet.roles[name], not POLICIES[name].may_fail
         expected, outcome = State.BACKOFF, self.outcome
         if ending:
             finished = fleet.outcome == Outcome("finished")
@@ -217,7 +219,7 @@ def play(*timed: Any, after: Fleet | None = None) -> tuple[Fleet, list[str]]:
     return fleet, [f"{action.do} {action.role}" for action in actions]
 
 
-RUNNING = Fleet({name: RoleState() for name in ROLES}, RULES)
+RUNNING = Fleet({name: RoleState(policy) for name, policy in POLICIES.items()}, RULES)
 RUNNING, _ = play((0.0, "tick"), *((0.0, "ready", name) for name in ROLES))
 TRAINED = ((5.0, "sampled"), (5.0, "trained"), (5.0, "published"), (5.0, "exited", "learner", 0))
 SENT = tuple((5.0, "exited", name, 0) for name in ("worker", "monitor", "evaluator"))

@@ -17,13 +17,14 @@ from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.models.family import model_config
 from runspec.core.models.hardware import device_count
+from runspec.core.process import save_endpoints
 from runspec.core.roles import sign_roles
 from runspec.core.schema import RunSpec, Tokenizer
 from runspec.core.schema.load import SpecFiles, dump_resolved
 from runspec.core.signed import SigningKey
 from runspec.lint.check import check_spec
 from runspec.local import planning
-from runspec.local.endpoints import plan_endpoints, run_link, save_endpoints
+from runspec.local.endpoints import plan_endpoints, run_link
 from runspec.local.identity import Identity
 from runspec.local.machine import Facts, Machine, find_model, this_machine, tpu_chips
 from runspec.local.model_folders import link_model

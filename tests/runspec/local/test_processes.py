@@ -8,23 +8,18 @@ import random
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runspec.core.errors import UserError
+from runspec.core.process import Endpoints, Role, address, load_endpoints, save_endpoints
 from runspec.core.schema import RunSpec
-from runspec.core.schema.role_names import placeable, role_names, server_names
-from runspec.local.endpoints import (
-    Endpoints,
-    address,
-    fixed_endpoints,
-    load_endpoints,
-    plan_endpoints,
-    port_is_free,
-    save_endpoints,
-)
+from runspec.core.schema.role_names import DRAWN, WARM_START, placeable, role_names, server_names
+from runspec.local.endpoints import fixed_endpoints, plan_endpoints, port_is_free
+from runspec.local.fleet import RestartPolicy
 from runspec.local.identity import Identity
 from runspec.local.machine import (
     Machine,
@@ -36,6 +31,7 @@ from runspec.local.machine import (
 from runspec.local.prepare import write_targets
 from runspec.local.processes import PreparedRun, RoleSpec, first_version_role, role_specs
 from runspec.local.site import site_spec
+from runspec.role import STARTS
 from tests.runspec.local.fake_run import island_run, small_spec
 from tests.runspec.supervised import supervised_spec
 
@@ -56,6 +52,10 @@ GPUS = (
     "samplers.volunteers.hardware={kind: l4, count: 1}",
     "placement.roles=[validators, volunteers]",
 )
+NAMES = (
+    *("origin", "relay-local", "coordinator", "publisher", "learner"),
+    *("validator-0", "evaluator"),
+)
 TWO_OF_B = {"name": "b", "hosts": 2}
 
 
@@ -73,52 +73,65 @@ def roles_of(spec: RunSpec, *run: Any) -> dict[str, RoleSpec]:
     return {role.name: role for role in role_specs(run_of(spec, *run))}
 
 
-def line(role: RoleSpec) -> str:
-    return " ".join(role.command)
+def started(spec: RunSpec, name: str, endpoints: Endpoints = ENDPOINTS) -> Role:
+    """The role as its process finds it."""
+    identity = spec.identity.model_copy(update={"root_public_key": ROOT_KEY})
+    pinned = spec.model_copy(update={"identity": identity})
+    return run_of(pinned, endpoints).role(name)
 
 
 def test_the_laptop_profile_is_eight_processes() -> None:
-    roles = roles_of(small_spec("small", 5, "broadcast.keep_versions=7"))
-    served = f"--public-key {ROOT_KEY}"
-
-    def work(name: str) -> str:
-        return (
-            f"--run small --coordinator {HERE}:8000 --weights {HERE}:8002 --weights {HERE}:8001 "
-            f"{served} --key /runs/small/keys/{name}.key --dir /runs/small/work/{name}"
-        )
-
-    assert {name: line(role).removeprefix("python -m ") for name, role in roles.items()} == {
-        "origin": "broadcast origin /runs/small/store/origin --listen 127.0.0.1:8001",
-        "relay-local": f"broadcast relay --run small --upstream {HERE}:8001 --keep-versions 7 "
-        f"--store /runs/small/store/relay-local {served} --listen 127.0.0.1:8002",
-        "coordinator": f"verify coordinator /runs/small --public-weights {HERE}:8002 "
-        f"--public-weights {HERE}:8001 --weights {HERE}:8001 {served} --listen 127.0.0.1:8000",
-        "publisher": "bridge publish /runs/small",
-        "learner": "learner_jax train /runs/small",
-        "validator-0": f"verify validator {work('validator-0')}",
-        "evaluator": f"sampler evaluate {work('evaluator')}",
-        "volunteers-0": f"sampler work {work('volunteers-0')} --pool volunteers",
+    spec = small_spec("small", 5)
+    roles = roles_of(spec)
+    assert {name: " ".join(role.command) for name, role in roles.items()} == {
+        name: f"python -m runspec.role {name} /runs/small" for name in (*NAMES, "volunteers-0")
     }
     # and learner and sampler have a core each, while the rest roam
     pinned = {name: role.cores for name, role in roles.items() if role.cores}
     assert pinned == {"learner": (0,), "volunteers-0": (1,)}
     assert roles["volunteers-0"].env["VLLM_CPU_OMP_THREADS_BIND"] == "1"
+    # and servers listen, and stores and what is fetched have folders of their own
+    listen = {name: role.listen for name, role in roles.items() if role.listen}
+    assert listen == {
+        name: ("127.0.0.1", 8000 + i)
+        for i, name in enumerate(("coordinator", "origin", "relay-local"))
+    }
+    for name, at in listen.items():
+        assert started(spec, name).address == at
+    assert started(spec, "origin").store == Path("/runs/small/store/origin")
+    assert started(spec, "volunteers-0").work == Path("/runs/small/work/volunteers-0")
+    # and a worker knows its pool, and a volunteer's is called like it, and has the whole folder
+    assert [started(spec, name).pool for name in ("volunteers-0", "volunteers")] == [
+        "volunteers"
+    ] * 2
+    assert [started(spec, name).kind for name in ("volunteers-0", "volunteers")] == ["worker"] * 2
+    assert started(spec, "volunteers").work == Path("/runs/small")
     # and version 0 is made by one process on the whole mesh
-    first = first_version_role(run_of(small_spec("small", 5, TWO_HOSTS)), Path("/cache"))
-    assert line(first) == "python -m learner_jax warm-start /runs/small --cache /cache"
-    assert first.ends_run and "device_count=2" in first.env["XLA_FLAGS"]
+    first = first_version_role(run_of(small_spec("small", 5, TWO_HOSTS)))
+    assert first.command[-2:] == ("warm-start", "/runs/small")
+    assert first.policy.ends_run and "device_count=2" in first.env["XLA_FLAGS"]
+
+
+def test_every_role_can_be_started() -> None:
+    small = small_spec("small", 5, "monitors=[{name: m, kind: tensorboard}]")
+    kinds = set()
+    for spec in (small, island_run()):
+        for name in (*role_names(spec), WARM_START, DRAWN):
+            kinds.add(kind := started(spec, name).kind)
+            module, _, function = STARTS[kind].partition(":")
+            assert callable(getattr(import_module(module), function))
+    assert kinds == STARTS.keys()
 
 
 def test_a_learner_of_two_hosts_is_two_processes_that_know_where_to_meet() -> None:
     at = replace(ENDPOINTS, learner=f"{HERE}:8003")
-    roles = roles_of(small_spec("small", 5, TWO_HOSTS), at)
-    for number, name in enumerate(("learner", "learner-1")):
-        assert line(roles[name]).endswith(
-            f"train /runs/small --coordinator 127.0.0.1:8003 --process {number} --heartbeat 10"
-        )
+    spec = small_spec("small", 5, TWO_HOSTS)
+    roles, both = roles_of(spec, at), ["learner", "learner-1"]
+    for number, name in enumerate(both):
+        assert started(spec, name, at).program() == (None, both, f"{HERE}:8003")
         # then each has one of the mesh's devices, and the first alone ends the run
         assert "device_count=1" in roles[name].env["XLA_FLAGS"]
-        assert (roles[name].ends_run, roles[name].ends_when_sampled) == (number == 0, number == 1)
+        assert roles[name].policy == RestartPolicy(number == 0, number == 1)
     # and a host that a backend names gets its number
     names = {"TPU_WORKER_HOSTNAMES": "a,b"}
     for env, ids in (
@@ -131,21 +144,23 @@ def test_a_learner_of_two_hosts_is_two_processes_that_know_where_to_meet() -> No
 
 
 def test_weights_come_from_the_relays_in_turns_or_as_named_and_last_from_the_origin() -> None:
-    origin = f"--weights {HERE}:8001"
-    a, b, c = f"--weights {HERE}:1", f"--weights {HERE}:2", "--weights https://c.example.org"
-    here = replace(ENDPOINTS, relays={"a": f"{HERE}:1", "b": f"{HERE}:2"})
+    origin, a, b, c = f"{HERE}:8001", f"{HERE}:1", f"{HERE}:2", "https://c.example.org"
+    here = replace(ENDPOINTS, relays={"a": a, "b": b})
     chain = "broadcast.relays={a: {upstream: [origin]}, b: {upstream: [a, origin]}, local: null}"
-    roles = roles_of(small_spec("small", 5, "samplers.volunteers.replicas=2", chain), here)
-    assert f"--upstream {HERE}:1 --upstream {HERE}:8001" in line(roles["relay-b"])
-    assert f"{a} {b} {origin}" in line(roles["volunteers-0"])
-    assert f"{b} {a} {origin}" in line(roles["volunteers-1"])
+    spec = small_spec("small", 5, "samplers.volunteers.replicas=2", chain)
+    assert started(spec, "relay-b", here).upstreams() == [a, origin]
+    assert started(spec, "volunteers-0", here).weights() == [a, b, origin]
+    assert started(spec, "volunteers-1", here).weights() == [b, a, origin]
     # and a pool that names relays has those, one of them another machine's
     relays = "broadcast.relays={a: {}, b: {}, c: {url: https://c.example.org}, local: null}"
     placed = "placement.roles=[validators, relay-a, relay-b, volunteers]"
     spec = small_spec("small", 5, relays, "samplers.volunteers.relays=[c, a]", placed)
-    roles = roles_of(spec, replace(here, elsewhere={"c": "https://c.example.org"}))
-    assert f"{c} {a} {origin}" in line(roles["volunteers-0"])
-    assert f"{a} {b} {c} {origin}" in line(roles["validator-0"])
+    here = replace(here, elsewhere={"c": c})
+    assert started(spec, "volunteers-0", here).weights() == [c, a, origin]
+    assert started(spec, "validator-0", here).weights() == [a, b, c, origin]
+    # while a volunteer, who may have no relay's name, has all
+    assert started(spec, "volunteers", here).weights() == [a, b, c, origin]
+    roles = roles_of(spec, here)
     assert "relay-a" in roles and "relay-c" not in roles
 
 
@@ -214,35 +229,33 @@ def test_jax_on_a_cpu_has_the_mesh_as_virtual_devices_and_keeps_flags() -> None:
 
 
 def test_each_island_is_a_learner_and_a_server_of_its_shares() -> None:
-    roles = roles_of(island_run())
-    speaking = (
-        f"--island b --coordinator-url {HERE}:8000 --key /runs/reads/keys/island-b.key "
-        f"--share-url {HERE}:8101 --share-store /runs/reads/store/shares-b "
-        f"--weights {HERE}:8002 --weights {HERE}:8001 --public-key {ROOT_KEY}"
-    )
-    train = "python -m learner_jax train /runs/reads"
-    assert line(roles["learner"]).startswith(f"{train} --island a ")
-    assert line(roles["island-b"]) == f"{train}/work/island-b {speaking}"
-    store = "/runs/reads/store/shares-b --listen 127.0.0.1:8101"
-    assert line(roles["shares-b"]) == f"python -m broadcast origin {store}"
+    spec = island_run()
+    roles = roles_of(spec)
+    b = started(spec, "island-b")
+    assert b.program() == ("b", ["island-b"], None)
+    assert b.weights() == [f"{HERE}:8002", f"{HERE}:8001"]
+    assert started(spec, "learner").program() == ("a", ["learner"], None)
+    assert started(spec, "shares-b").store == Path("/runs/reads/store/shares-b")
+    assert roles["shares-b"].listen == ("127.0.0.1", 8101)
     # and only the trunk's end the run, by success or by failure
-    assert [name for name, role in roles.items() if role.ends_run] == ["learner"]
-    assert [name for name, role in roles.items() if role.may_fail] == ["island-b", "shares-b"]
-    assert roles["island-b"].ends_when_sampled
+    assert [name for name, role in roles.items() if role.policy.ends_run] == ["learner"]
+    assert [name for name, role in roles.items() if role.policy.may_fail] == [
+        "island-b",
+        "shares-b",
+    ]
+    assert roles["island-b"].policy.ends_when_sampled
     # and an island of two hosts speaks through the first, each with its part of the devices
     many = {"mesh": {"fsdp": 4}, "hardware": {"kind": "cpu", "count": 4}}
     spec = island_run({"name": "a"}, TWO_OF_B | many, {"name": "c"})
-    roles = roles_of(spec)
-    first, second = roles["island-b-0"], roles["island-b-1"]
-    meet = "/runs/reads/work/island-b --coordinator 127.0.0.1:8004 --process"
-    assert f"train {meet} 0" in line(first) and "--key" in line(first)
-    assert line(second).endswith(f"train {meet} 1 --heartbeat 10 --island b")
-    assert all("device_count=2" in role.env["XLA_FLAGS"] for role in (first, second))
+    roles, both = roles_of(spec), ["island-b-0", "island-b-1"]
+    for name in both:
+        assert started(spec, name).program() == ("b", both, f"{HERE}:8004")
+        assert "device_count=2" in roles[name].env["XLA_FLAGS"]
     servers = ["coordinator", "origin", "island-b-0", "shares-a", "shares-b", "shares-c"]
     assert server_names(spec) == servers
     assert placeable(spec)["island-b"] == ["island-b-0", "island-b-1", "shares-b"]
     # and one learner needs none of it
-    assert line(roles_of(supervised_spec())["learner"]) == train
+    assert started(supervised_spec(), "learner").program() == (None, ["learner"], None)
 
 
 def test_islands_of_one_machine_have_accelerators_of_their_own() -> None:

@@ -15,18 +15,21 @@ from runspec.core.roles import Roles, open_roles, read_own_workers, sign_roles
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import load_resolved
 from runspec.core.signed import SigningKey
-from runspec.local.bundle import (
-    MAX_BYTES,
-    Bundle,
-    decode_bundle,
-    install,
-    load_bundle,
-    make_bundles,
-)
 from runspec.local.endpoints import fixed_endpoints
 from runspec.local.identity import YEAR_S, Identity, make_identity
 from runspec.local.run_dir import write_spec
-from runspec.local.site import BASE_PORT, Disk, groups_of, site_spec
+from runspec.local.site import (
+    BASE_PORT,
+    MAX_BYTES,
+    Bundle,
+    Disk,
+    decode_bundle,
+    groups_of,
+    install,
+    load_bundle,
+    make_bundles,
+    site_spec,
+)
 from tests.runspec.local.fake_run import island_run, small_spec
 from tests.runspec.supervised import supervised_spec
 
@@ -203,11 +206,12 @@ def test_a_folder_gets_what_the_bundle_has_for_its_owner_alone(tmp_path: Path) -
     )
     for name, bundle in bundles.items():
         folder = tmp_path / name
-        identity = install(bundle, folder)
-        paths = {path.stem: path for path in identity.folder.glob("*.key")}
+        install(bundle, folder)
+        keys = folder / "keys"
+        paths = {path.stem: path for path in keys.glob("*.key")}
         assert paths.keys() == bundle.keys.keys()
         assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in paths.values())
-        assert stat.S_IMODE(identity.folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE(keys.stat().st_mode) == 0o700
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         # and a second time changes nothing, while a bundle of another run is refused
         install(bundle, folder)

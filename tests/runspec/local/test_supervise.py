@@ -19,14 +19,13 @@ import pytest
 from runspec.cli.apply import apply_command
 from runspec.cli.status import read_status
 from runspec.core.errors import NotNow, UserError
-from runspec.core.process import EXIT_FINAL
+from runspec.core.process import EXIT_FINAL, load_endpoints
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import load_resolved, spec_digest
 from runspec.local import backend, progress
 from runspec.local import supervisor as requests
 from runspec.local.apply import RunFailed, drive
 from runspec.local.backend import birth
-from runspec.local.endpoints import load_endpoints
 from runspec.local.fleet import Changed
 from runspec.local.run_dir import RunLocked, hold, holder
 from runspec.local.state import RequestRow, RoleRow, RunState
@@ -309,7 +308,7 @@ def live(tmp_path: Path) -> Iterator[LiveRun]:
     with prepared(ENDLESS, tmp_path) as run:
         pass
     with closing(RunState(run.directory)) as state:
-        found = LiveRun(run, state, lambda run: [])
+        found = LiveRun(run, state)
         found.budget_ends_at = lambda: found.run.spec.budget.max_hours  # type: ignore[method-assign]
         yield found
 
@@ -324,7 +323,7 @@ def test_a_change_is_on_disk_and_in_the_history_before_any_role_is_told(live: Li
     taken = take(live, requests.change_request(new, serial=1))
     # then they are true of the run, and the readers are to be renewed in their order
     assert live.run.spec == load_resolved(live.run.directory) == new
-    assert taken[0] == Changed(5, 2.0, ("coordinator", "validator-0", "volunteers-0"))
+    assert taken == Changed(5, 2.0, ("coordinator", "validator-0", "volunteers-0"))
     with closing(RunState(live.run.directory)) as state:
         assert [row.serial for row in state.applied()] == [1, 2]
         assert state.applied()[-1].spec_digest == spec_digest(new)
@@ -333,7 +332,7 @@ def test_a_change_is_on_disk_and_in_the_history_before_any_role_is_told(live: Li
     # and where signatures must last longer, those who serve roles.json read the new one
     new = endless("budget.max_hours=100.0", "verify.lease_timeout=70s")
     taken = take(live, requests.change_request(new, serial=2))
-    assert taken[0] == Changed(5, 100.0, ("coordinator", "publisher"))
+    assert taken == Changed(5, 100.0, ("coordinator", "publisher"))
     # and roles of other machines are not renewed here
     here = small_spec("small", 5, "placement.roles=[volunteers]")
     readers = requests.readers_names(("coordinator", "validators", "samplers"), here)

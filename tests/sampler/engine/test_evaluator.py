@@ -15,6 +15,7 @@ import pytest
 
 from broadcast.store import publish
 from runspec.core.files import write_atomic
+from runspec.core.process import Endpoints, save_endpoints
 from runspec.core.run_files import evaluation_file, evaluation_files
 from runspec.core.schema.load import SpecFiles, dump_resolved
 from runspec.core.signed import SigningKey
@@ -22,7 +23,8 @@ from runspec.lint.check import check_spec
 from runspec.local.identity import make_identity
 from sampler.evaluation.ask import figures
 from sampler.tasks.traces import build_warm_start_data
-from tests.preloaded import SAMPLER, Program
+from tests.preloaded import ROLE, Program
+from tests.role_folder import write_folder
 from tests.sampler.engine.models import save_version
 from tests.sampler.worker.works import free_port
 from tests.waiting import eventually
@@ -54,11 +56,11 @@ class Run:
         shutil.copytree(directory / "store", directory / "first")
         self._start("broadcast", "origin", directory / "first", "--listen", first)
         self._start("broadcast", "origin", directory / "store", "--listen", self.origin)
-        weights = ("--weights", f"http://{first}", "--public-key", self.identity.root_public_key)
-        self._start("verify", "coordinator", directory, "--listen", self.coordinator, *weights)
+        save_endpoints(directory, Endpoints(f"http://{self.coordinator}", f"http://{first}"))
+        self._start("runspec.role", "coordinator", directory)
 
     def _start(self, *words: str | Path) -> None:
-        with (self.dir / f"{words[1]}-{words[-1]}.log").open("wb") as log:
+        with (self.dir / f"{words[1]}-{Path(words[-1]).name}.log").open("wb") as log:
             command = [sys.executable, "-m", *map(str, words)]
             process = subprocess.Popen(command, stderr=log, cwd=ROOT)
         self._running.callback(process.wait)
@@ -73,15 +75,12 @@ class Run:
         publish(store, weights, run=self.spec.name, version=version, key=key, roles=roles)
 
     def evaluator(self) -> Program:
-        program = Program(
-            *(SAMPLER, "evaluate", "--run", self.spec.name),
-            *("--coordinator", f"http://{self.coordinator}"),
-            *("--weights", f"http://127.0.0.1:{free_port()}"),  # a relay that is gone
-            *("--weights", f"http://{self.origin}"),
-            *("--public-key", self.identity.root_public_key),
-            *("--key", self.identity.key("evaluator"), "--dir", self.dir / "evaluator"),
-            log=self.dir / "evaluator.log",
-        )
+        gone = {"local": f"http://127.0.0.1:{free_port()}"}
+        ends = Endpoints(f"http://{self.coordinator}", f"http://{self.origin}", gone)
+        own, root = self.dir / "evaluator", self.identity.root_public_key
+        write_folder(own, self.spec, ends, root)
+        words = ("evaluator", own, "--key", self.identity.key("evaluator"))
+        program = Program(ROLE, *words, log=self.dir / "evaluator.log")
         self._running.callback(program.kill)
         return program
 
@@ -108,7 +107,7 @@ def test_a_killed_evaluator_leaves_no_gap_and_no_double(tmp_path):
         # given an evaluator that is killed once it has begun with version 0
         run = Run(tmp_path, running)
         first = run.evaluator()
-        run.wait_for(run.dir / "evaluator" / "weights" / "v0", first)
+        run.wait_for(run.dir / "evaluator" / "work" / "evaluator" / "weights" / "v0", first)
         first.kill()
         first.wait()
         # when it is started again, and other versions come out, the last with the weights of 0

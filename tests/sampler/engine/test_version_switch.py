@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from runspec.core.process import VARIABLE, Move, Reply, Settings, encode
+from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode
 from sampler.engine import version_switch
 from sampler.engine.version_switch import VersionSwitch
 

@@ -18,13 +18,13 @@ from runspec.core.errors import BadUsage, UserError
 from runspec.core.schema import Evaluation
 from sampler.evaluation.ask import WORDS, Overlap, figures, interval, majority, overlaps, pass_at_k
 from sampler.evaluation.evaluator import Arrivals, Results, due, due_versions
-from sampler.role import RoleOptions
 from tests.broadcast.conftest import ModelVersions, Run
 from tests.broadcast.fake_relay import held_until
 from tests.figures import figures_of
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.waiting import eventually
 from verify.formats.documents import Evaluated, Figure, ProblemResult
+from verify.plugins import WeightsLocation
 
 STEPS, SUITES, LONG_S = 10, 1000, 600.0
 
@@ -76,8 +76,8 @@ def test_the_newest_due_version_is_taken_once_it_is_there_and_others_are_named(t
         # given version 0, which is announced, and whose files are slow to come
         server.answer("/versions/0/", hold_back)
         model.publish(0)
-        options = RoleOptions(run.name, "", [server.url], run.root, Path(), run.folder / "own")
-        arrivals = Arrivals(options, LONG_S, logging.getLogger("test"), due=even)
+        source = WeightsLocation(run.name, [server.url], run.root, cache)
+        arrivals = Arrivals(source, LONG_S, logging.getLogger("test"), due=even)
         up.callback(arrivals.close)
         assert asked.wait(LONG_S)
         # then an evaluator that waits for the last version goes on waiting

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +17,6 @@ from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
 from runspec.core.signed import SigningKey
 from sampler.engine.engine import EngineDied
-from sampler.role import RoleOptions
 from sampler.worker import start
 from sampler.worker import worker as worker_module
 from sampler.worker.rollouts import (
@@ -42,6 +40,7 @@ from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
 from verify.coordinator.authentication import RATES
 from verify.coordinator.handlers.workers import DEAD_AFTER_S
 from verify.formats.lease import MAX_OPEN_LEASES
+from verify.plugins import WeightsLocation
 
 # -- What it does next -----------------------------------------------------------------------------
 
@@ -412,8 +411,9 @@ def server(run):
 
 @pytest.fixture
 def versions(run, server):
-    options = RoleOptions(run.name, "", [server.url], run.root, Path(), run.folder / "own")
-    with closing(Versions(options, LONG_S, LOG)) as made:
+    cache = run.folder / "own" / "weights"
+    source = WeightsLocation(run.name, [server.url], run.root, cache)
+    with closing(Versions(source, LONG_S, LOG)) as made:
         yield made
 
 

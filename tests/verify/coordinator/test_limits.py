@@ -14,22 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
+from benchmarks.delta_codec import limits
 from runspec.cli import app
 from runspec.core.address import parse_join_link
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.http_server import UNKNOWN, client_address
+from runspec.core.process import Endpoints, save_endpoints
 from runspec.core.roles import invite_key, make_invite, open_invite, use_invite
 from runspec.core.schema import RunSpec
 from runspec.core.signed import BadSignature, SigningKey
-from runspec.local.endpoints import Endpoints, save_endpoints
 from runspec.local.run_dir import hold
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, tiny_spec
 from tests.verify.coordinator.filled import Filled, context_of, key, roles_of
 from tests.verify.coordinator.over_http import check, granted, post, sample, status
 from tests.waiting import eventually
 from verify.audit.replay import audit
-from verify.coordinator import authentication as limits
 from verify.coordinator.authentication import AT_ONCE, RATES, Limiter, Name, Rate, networks
 from verify.coordinator.handlers.leasing import Leasing
 from verify.coordinator.machine import events

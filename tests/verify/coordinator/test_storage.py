@@ -20,10 +20,12 @@ import pytest
 
 from runspec.core.errors import NotNow, UserError
 from runspec.core.files import write_atomic
-from runspec.core.process import RunStopped
+from runspec.core.process import Endpoints, RunStopped
 from runspec.core.roles import Latest
 from runspec.core.run_files import step_folder, submission_files
+from runspec.core.schema.load import load_resolved
 from runspec.core.signed import SigningKey
+from tests.role_folder import write_folder
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec, verdict
 from tests.verify.coordinator.filled import (
     POLICY,
@@ -59,10 +61,11 @@ from verify.timeouts import STORAGE_S
 
 @contextmanager
 def running(site: Site) -> Iterator[Popen[str]]:
-    """`python -m verify coordinator` in a process of its own."""
-    words = ["--listen", "127.0.0.1:0", "--weights", site.weights]
-    command = [sys.executable, "-m", "verify", "coordinator", site.run_dir, *words]
-    command += ["--public-key", site.root.public_hex]
+    """The coordinator in a process of its own."""
+    spec, ends = load_resolved(site.run_dir), Endpoints(origin=site.weights)
+    write_folder(site.run_dir, spec, ends, site.root.public_hex)
+    words = ["coordinator", site.run_dir, "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "runspec.role", *words]
     process = Popen(command, stderr=PIPE, text=True)
     assert process.stderr is not None
     site.url = next(line for line in process.stderr if "listens on" in line).split()[-1]
