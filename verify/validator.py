@@ -32,6 +32,7 @@ from runspec.core.models.config import read_config
 from runspec.core.process import not_retried
 from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.spec.schema import RunSpec
+from verify import plugins
 from verify.client import CoordinatorClient, RunFinished, WorkItem, problem_files
 from verify.coordinator_http import ContentRefused
 from verify.examiner import (
@@ -44,14 +45,6 @@ from verify.examiner import (
 )
 from verify.formats.lease import lease_digest, open_lease
 from verify.formats.verdict import encode_verdicts, sign_verdict
-from verify.plugins import (
-    PrefillEngine,
-    TaskSet,
-    WeightsLocation,
-    load_prefill_engine,
-    load_task_set,
-    require_graders,
-)
 from verify.profile import require_model, require_profiles
 from verify.recompute import PrefillNotFinite
 from verify.watchdog import Stages, heartbeats, leaving
@@ -86,16 +79,16 @@ class Validator(Collector):
         spec: RunSpec,
         key: SigningKey,
         coordinator: CoordinatorClient,
-        engine: PrefillEngine,
+        engine: plugins.PrefillEngine,
         *,
-        task_set_of: Callable[[Path], TaskSet],
+        task_set_of: Callable[[Path], plugins.TaskSet],
         log: logging.Logger,
     ) -> None:
         self._spec, self._key, self._log = spec, key, log
         self._task_set_of = task_set_of
         self._coordinator, self._engine = coordinator, engine
         self._examiner: Examiner | None = None
-        self._task_set: TaskSet | None = None
+        self._task_set: plugins.TaskSet | None = None
         self._shares: dict[str, float] = {}
         """Chance that a submission is recomputed, by its digest."""
         self._open: dict[str, None] = {}
@@ -346,15 +339,15 @@ def run(options: Namespace, stop: threading.Event, log: logging.Logger) -> None:
     client = CoordinatorClient(options.coordinator, key, run=name, root_public_key=root)
     with leaving(stop, client, log):
         spec = client.spec()
-        require_graders(spec)
+        plugins.require_graders(spec)
         with not_retried():
             require_profiles(spec, root_public_key=root)
         data = problem_files(client, spec, options.dir / "data", log)
-        location = WeightsLocation(name, options.weights, root, options.dir / "weights")
-        with closing(load_prefill_engine(spec, location)) as engine:
+        location = plugins.WeightsLocation(name, options.weights, root, options.dir / "weights")
+        with closing(plugins.load_prefill_engine(spec, location)) as engine:
             validator = Validator(
                 *(spec, key, client, engine),
-                task_set_of=partial(load_task_set, spec, data_dir=data),
+                task_set_of=partial(plugins.load_task_set, spec, data_dir=data),
                 log=log,
             )
             who = key.public_hex[:12]
