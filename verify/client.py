@@ -34,14 +34,7 @@ from verify.coordinator_http import (
     RunFinished,
     SubmissionRefused,
 )
-from verify.formats.documents import (
-    MAX_SIGNED_SPEC_BYTES,
-    MAX_SITE_BYTES,
-    Site,
-    SiteFile,
-    open_site,
-    open_spec,
-)
+from verify.formats import documents
 from verify.formats.lease import lease_digest, open_lease
 from verify.formats.submission import largest_submission_bytes, open_submission
 from verify.formats.verdict import open_verdict
@@ -105,10 +98,12 @@ class CoordinatorClient:
     def spec(self) -> RunSpec:
         """Return the run's resolved spec, which the coordinator signed."""
         if self._spec is None:
-            data = self._http.call("GET", "/v1/spec", max_bytes=MAX_SIGNED_SPEC_BYTES).content
+            data = self._http.call(
+                "GET", "/v1/spec", max_bytes=documents.MAX_SIGNED_SPEC_BYTES
+            ).content
             place = f"{self._http.url}/v1/spec"
             spec = self._http.opened(
-                data, open_spec, coordinators=self.roles().coordinator, place=place
+                data, documents.open_spec, coordinators=self.roles().coordinator, place=place
             )
             if spec.name != self._run:
                 raise UserError(
@@ -206,14 +201,14 @@ class CoordinatorClient:
         self._forget(self._leases, *leases)
         return len(leases)
 
-    def site(self) -> Site:
+    def site(self) -> documents.Site:
         """Return the signed site: URLs of the weights, and the files of the data."""
-        data = self._http.call("GET", "/v1/site", max_bytes=MAX_SITE_BYTES).content
+        data = self._http.call("GET", "/v1/site", max_bytes=documents.MAX_SITE_BYTES).content
         return self._http.opened(
-            data, open_site, coordinators=self.roles().coordinator, run=self._run
+            data, documents.open_site, coordinators=self.roles().coordinator, run=self._run
         )
 
-    def fetch_data(self, file: SiteFile, path: Path) -> None:
+    def fetch_data(self, file: documents.SiteFile, path: Path) -> None:
         """Fetch a file of the data and check its digest; write the whole file or none.
 
         Raises:
@@ -329,7 +324,7 @@ def connect(role: Role) -> tuple[CoordinatorClient, SigningKey]:
 
 
 @contextmanager
-def _checked_file(path: Path, file: SiteFile) -> Iterator[Callable[[bytes], None]]:
+def _checked_file(path: Path, file: documents.SiteFile) -> Iterator[Callable[[bytes], None]]:
     """Receive a file under a temporary name; rename it if it has the listed size and digest."""
     hasher, size = blake3(), 0
     with atomic_file(path) as out:

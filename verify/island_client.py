@@ -16,17 +16,7 @@ from runspec.core.errors import UserError
 from runspec.core.http_client import Answer
 from runspec.core.signed import BadSignature, SigningKey
 from verify.coordinator_http import MAX_ANSWER_BYTES, CoordinatorHttp, SubmissionRefused
-from verify.formats.batch import MAX_BYTES as MAX_BATCH_BYTES
-from verify.formats.batch import (
-    MAX_RECORD_BYTES,
-    OUTER_STATES,
-    CommitRecord,
-    OuterStates,
-    ShareOffered,
-    open_commit,
-    read_outer,
-    sign_offer,
-)
+from verify.formats import batch
 from verify.formats.verdict import MAX_BYTES as MAX_FILE_BYTES
 from verify.timeouts import COORDINATOR_S
 
@@ -42,7 +32,7 @@ class IslandRefused(UserError):
 class Committed:
     """The record of a step, whose signature is checked."""
 
-    record: CommitRecord
+    record: batch.CommitRecord
     digest: str
     """Digest of the signed record; `previous` of the next one."""
 
@@ -92,13 +82,13 @@ class IslandClient:
         body = canonical_json({"url": url, "version": version, "digest": digest})
         self._http.call("POST", "/v1/islands/outer", body=body)
 
-    def outer_states(self) -> OuterStates:
+    def outer_states(self) -> batch.OuterStates:
         """Return the newest outer state of each island that announced one, and how far the run
         is."""
-        answer = self._get("/v1/islands/outer", 0.0, max_bytes=MAX_RECORD_BYTES)
-        return self._http.opened(answer.content, read_outer, kind=OUTER_STATES)
+        answer = self._get("/v1/islands/outer", 0.0, max_bytes=batch.MAX_RECORD_BYTES)
+        return self._http.opened(answer.content, batch.read_outer, kind=batch.OUTER_STATES)
 
-    def offer(self, offer: ShareOffered) -> bool:
+    def offer(self, offer: batch.ShareOffered) -> bool:
         """Sign an offer and send it; the same offer again changes nothing.
 
         Returns:
@@ -108,7 +98,7 @@ class IslandClient:
             IslandRefused: the offer contradicts another island's, or its step is not open.
         """
         try:
-            body = sign_offer(offer, self._key)
+            body = batch.sign_offer(offer, self._key)
             self._http.call("POST", "/v1/islands/offer", body=body)
         except SubmissionRefused as error:
             if isinstance(self.record(offer.step, 0.0), Committed):
@@ -121,12 +111,14 @@ class IslandClient:
 
         The coordinator waits at most 30 s.
         """
-        answer = self._get(f"/v1/islands/records/{step}", wait_s, max_bytes=MAX_RECORD_BYTES)
+        answer = self._get(f"/v1/islands/records/{step}", wait_s, max_bytes=batch.MAX_RECORD_BYTES)
         data = answer.content
         if answer.status == HTTPStatus.ACCEPTED:
             return self._http.opened(data, _waiting)
         keys = self._http.roles().coordinator
-        record = self._http.opened(data, open_commit, coordinators=keys, run=self._run, step=step)
+        record = self._http.opened(
+            data, batch.open_commit, coordinators=keys, run=self._run, step=step
+        )
         return Committed(record, digest_bytes(data))
 
     def lost(self, step: int, island: str) -> bool:
@@ -183,7 +175,7 @@ class IslandClient:
 
         The coordinator waits at most 30 s. The caller checks the signature.
         """
-        answer = self._get(f"/v1/islands/batches/{step}", wait_s, max_bytes=MAX_BATCH_BYTES)
+        answer = self._get(f"/v1/islands/batches/{step}", wait_s, max_bytes=batch.MAX_BYTES)
         return None if answer.status == HTTPStatus.NO_CONTENT else answer.content
 
     def file(self, step: int, name: str, *, max_bytes: int = MAX_FILE_BYTES) -> bytes:
@@ -210,7 +202,7 @@ def _waiting(data: bytes) -> Waiting:
     Raises:
         MalformedJson, BadSignature: it has another form.
     """
-    answer: dict[str, Any] = parse_object(data, max_bytes=MAX_RECORD_BYTES)
+    answer: dict[str, Any] = parse_object(data, max_bytes=batch.MAX_RECORD_BYTES)
     missing, offered = answer.get("waiting_for"), answer.get("offered")
     if not isinstance(missing, dict) or not isinstance(offered, list):
         raise BadSignature("no record, and nobody to wait for")

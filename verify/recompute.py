@@ -14,18 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from runspec.core.errors import UserError
+from verify import plugins
 from verify.formats.lease import Assignment, Lease
 from verify.formats.submission import Rollout
 from verify.noise import exponential, gumbel, noise_key, token_words
-from verify.plugins import (
-    Graded,
-    GradeItem,
-    GraderFault,
-    PrefillEngine,
-    PrefillInput,
-    PrefillOutput,
-    TaskSet,
-)
 from verify.toploc.codec import MalformedProof
 from verify.toploc.statistics import ChunkStatistics, verify_proofs_batch
 from verify.truncation import Choices, Repeat, Truncation, describe, judged, repeated
@@ -61,7 +53,7 @@ class Recomputed:
 class PrefillRequest:
     """One rollout to recompute, with the proofs of its submission."""
 
-    input: PrefillInput
+    input: plugins.PrefillInput
     proofs: list[bytes]
 
 
@@ -75,12 +67,12 @@ def prefill_request(
     key = noise_key(lease.seed, rollout.group, rollout.sample) if seeded else None
     end = None if seeded else end_token
     return PrefillRequest(
-        PrefillInput(rollout.prompt_tokens, rollout.output_tokens, key, end), rollout.proofs
+        plugins.PrefillInput(rollout.prompt_tokens, rollout.output_tokens, key, end), rollout.proofs
     )
 
 
 def recompute(
-    engine: PrefillEngine,
+    engine: plugins.PrefillEngine,
     version: int,
     requests: Sequence[PrefillRequest],
     *,
@@ -110,7 +102,7 @@ def recompute(
     return results
 
 
-def _require_finite(output: PrefillOutput, version: int) -> None:
+def _require_finite(output: plugins.PrefillOutput, version: int) -> None:
     gap, choices = output.seeded_gap, output.choices
     finite = {
         "log-prob": np.isfinite(output.logprobs),
@@ -134,24 +126,24 @@ def _require_finite(output: PrefillOutput, version: int) -> None:
 
 
 def grade(
-    rollouts: Sequence[Rollout], given: Sequence[Assignment], task_set: TaskSet
-) -> tuple[list[Graded | None], dict[int, str]]:
+    rollouts: Sequence[Rollout], given: Sequence[Assignment], task_set: plugins.TaskSet
+) -> tuple[list[plugins.Graded | None], dict[int, str]]:
     """Grade every rollout.
 
     Returns:
         The grades (None in groups whose grader failed), and the grader's errors by group.
     """
     items = [
-        GradeItem(given[r.group].problem, given[r.group].target, r.output_tokens.tolist())
+        plugins.GradeItem(given[r.group].problem, given[r.group].target, r.output_tokens.tolist())
         for r in rollouts
     ]
     results = task_set.grade_all(items)
     faults: dict[int, str] = {}
     for rollout, result in zip(rollouts, results, strict=True):
-        if isinstance(result, GraderFault):
+        if isinstance(result, plugins.GraderFault):
             faults.setdefault(rollout.group, str(result))
     kept = [
-        None if isinstance(result, GraderFault) or rollout.group in faults else result
+        None if isinstance(result, plugins.GraderFault) or rollout.group in faults else result
         for rollout, result in zip(rollouts, results, strict=True)
     ]
     return kept, faults
@@ -194,7 +186,7 @@ class Wanted:
     """None if nothing is cut."""
 
     @classmethod
-    def of(cls, inputs: Sequence[PrefillInput], truncation: Truncation | None) -> Wanted:
+    def of(cls, inputs: Sequence[plugins.PrefillInput], truncation: Truncation | None) -> Wanted:
         """Return the numbers that rollouts which are prefilled together need."""
         return cls(
             gaps=any(each.noise_key is not None for each in inputs),
@@ -322,7 +314,9 @@ def token_facts(
     return TokenFacts(logprob, gap if wanted.gaps else None, choices)
 
 
-def outputs_of(facts: TokenFacts, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
+def outputs_of(
+    facts: TokenFacts, inputs: Sequence[plugins.PrefillInput]
+) -> list[plugins.PrefillOutput]:
     """Divide the numbers of output tokens, numpy arrays, among their rollouts, in order.
 
     Args:
@@ -337,5 +331,5 @@ def outputs_of(facts: TokenFacts, inputs: Sequence[PrefillInput]) -> list[Prefil
         choices = None
         if each.end_token is not None and facts.choices is not None:
             choices = Choices(*(column[own] for column in facts.choices))
-        outputs.append(PrefillOutput(facts.logprobs[own], facts.hidden[own], gaps, choices))
+        outputs.append(plugins.PrefillOutput(facts.logprobs[own], facts.hidden[own], gaps, choices))
     return outputs

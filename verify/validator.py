@@ -31,6 +31,7 @@ from runspec.core.models.config import read_config
 from runspec.core.process import Role, not_retried
 from runspec.core.schema import RunSpec
 from runspec.core.signed import BadSignature, SigningKey
+from verify import plugins
 from verify.client import CoordinatorClient, RunFinished, WorkItem, connect, problem_files
 from verify.coordinator_http import ContentRefused
 from verify.examiner import (
@@ -43,14 +44,6 @@ from verify.examiner import (
 )
 from verify.formats.lease import lease_digest, open_lease
 from verify.formats.verdict import encode_verdicts, sign_verdict
-from verify.plugins import (
-    PrefillEngine,
-    TaskSet,
-    WeightsLocation,
-    load_prefill_engine,
-    load_task_set,
-    require_graders,
-)
 from verify.profile import require_model, require_profiles
 from verify.recompute import PrefillNotFinite
 from verify.watchdog import Stages, heartbeats, leaving
@@ -85,16 +78,16 @@ class Validator(Collector):
         spec: RunSpec,
         key: SigningKey,
         coordinator: CoordinatorClient,
-        engine: PrefillEngine,
+        engine: plugins.PrefillEngine,
         *,
-        task_set_of: Callable[[Path], TaskSet],
+        task_set_of: Callable[[Path], plugins.TaskSet],
         log: logging.Logger,
     ) -> None:
         self._spec, self._key, self._log = spec, key, log
         self._task_set_of = task_set_of
         self._coordinator, self._engine = coordinator, engine
         self._examiner: Examiner | None = None
-        self._task_set: TaskSet | None = None
+        self._task_set: plugins.TaskSet | None = None
         self._shares: dict[str, float] = {}
         """Chance that a submission is recomputed, by its digest."""
         self._open: dict[str, None] = {}
@@ -344,14 +337,14 @@ def run(role: Role, stop: threading.Event, log: logging.Logger) -> None:
     client, key = connect(role)
     with leaving(stop, client, log):
         spec = client.spec()
-        require_graders(spec)
+        plugins.require_graders(spec)
         with not_retried():
             require_profiles(spec, root_public_key=role.root_public_key)
         data = problem_files(client, spec, role.work / "data", log)
-        with closing(load_prefill_engine(spec, WeightsLocation.of(role))) as engine:
+        with closing(plugins.load_prefill_engine(spec, plugins.WeightsLocation.of(role))) as engine:
             validator = Validator(
                 *(spec, key, client, engine),
-                task_set_of=partial(load_task_set, spec, data_dir=data),
+                task_set_of=partial(plugins.load_task_set, spec, data_dir=data),
                 log=log,
             )
             who = key.public_hex[:12]

@@ -27,7 +27,7 @@ from tests.verify.coordinator.over_http import granted, post
 from tests.waiting import eventually
 from verify.coordinator import authentication as limits
 from verify.coordinator import requests
-from verify.coordinator.handlers import context, leasing
+from verify.coordinator.handlers import context
 from verify.coordinator.handlers.public import Cache
 from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator_http import ENVELOPE, sign_request
@@ -286,17 +286,18 @@ class TestSlowUpload:
         """While its envelope is being written: neither that nor the file may stay, for there would
         be more of them each time, and no row that knows of them."""
         writing, gone, written = (threading.Event() for _ in range(3))
+        write_small = requests.write_small
 
         def slowly(path: Path, data: bytes) -> None:
             writing.set()
             gone.wait(PATIENCE_S)
-            requests.write_small(path, data)
+            write_small(path, data)
             written.set()
 
         key, worker = site.worker()
         envelope, table = submission(*granted(site, worker), key)
         with monkeypatch.context() as patched:
-            patched.setattr(leasing, "write_small", slowly)
+            patched.setattr(requests, "write_small", slowly)
             with connected(site) as stream:
                 stream.sendall(head(site, key, "/v1/submissions", table, envelope) + table)
                 assert writing.wait(PATIENCE_S)

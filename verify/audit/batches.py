@@ -16,32 +16,12 @@ from runspec.core.files import read_bounded
 from runspec.core.run_files import step_folder
 from runspec.core.signed import BadSignature
 from verify.audit.files import Report, Signers
-from verify.coordinator.machine import filling, islands
-from verify.coordinator.machine.events import (
-    IslandsCommitted,
-    OfferReceived,
-    OuterResult,
-    ShareLost,
-    StepClosed,
-)
+from verify.coordinator.machine import events, filling, islands
 from verify.coordinator.machine.islands import IslandPolicy
 from verify.coordinator.machine.stalls import Stalled
 from verify.coordinator.machine.state import State, Tally
 from verify.coordinator.machine.verdicts import batch_stats
-from verify.formats.batch import (
-    FILE_NAME,
-    MAX_BYTES,
-    BatchGroup,
-    BatchManifest,
-    CommitRecord,
-    Contribution,
-    RangeManifest,
-    ShareOffered,
-    open_batch,
-    open_commit,
-    open_offer,
-    open_ranges,
-)
+from verify.formats import batch
 
 _OF_HEARTBEATS = "sampler_busy_fraction"
 """Name of the statistic that comes from heartbeats, which the ledger does not have."""
@@ -50,7 +30,7 @@ _OF_HEARTBEATS = "sampler_busy_fraction"
 def batches_on_disk(run_dir: Path) -> dict[int, Path]:
     """Return the batch manifests in the run directory, by step."""
     found = {}
-    for path in (run_dir / "rollouts").glob(f"step_*/{FILE_NAME}"):
+    for path in (run_dir / "rollouts").glob(f"step_*/{batch.FILE_NAME}"):
         number = path.parent.name.removeprefix("step_")
         if number.isascii() and number.isdigit():
             found[int(number)] = path
@@ -88,11 +68,11 @@ class BatchAudit:
     def closed(
         self,
         row: int,
-        event: StepClosed,
+        event: events.StepClosed,
         chain_before: str,
-        groups: list[BatchGroup] | None,
+        groups: list[batch.BatchGroup] | None,
         signers: Signers,
-    ) -> BatchManifest | RangeManifest | None:
+    ) -> batch.BatchManifest | batch.RangeManifest | None:
         """Check what does not depend on the state.
 
         Args:
@@ -120,7 +100,7 @@ class BatchAudit:
             self._report.anchored_rows = row - 1
         shares = [share.island for share in manifest.shares]
         require(shares == self._islands, row, "batch shares", shares, self._islands)
-        if isinstance(manifest, RangeManifest):
+        if isinstance(manifest, batch.RangeManifest):
             require(not event.trained, row, "batch groups", event.trained, "none: it names rows")
         elif groups is None:
             self._report.add(row, "batch groups", "a group of no lease", "leases of this ledger")
@@ -131,8 +111,8 @@ class BatchAudit:
     def follows(
         self,
         row: int,
-        event: StepClosed,
-        manifest: BatchManifest | RangeManifest,
+        event: events.StepClosed,
+        manifest: batch.BatchManifest | batch.RangeManifest,
         before: State,
         counted: dict[str, Any],
     ) -> None:
@@ -163,7 +143,7 @@ class BatchAudit:
             self._report.add(row, "filling", f"step {event.step} closed", "no batch yet")
             return
         require(_is_that(decision, event), row, "filling", event.trained, decision.groups)
-        if isinstance(manifest, RangeManifest):
+        if isinstance(manifest, batch.RangeManifest):
             return
         found, complete = manifest.complete, decision.complete
         require(found == complete, row, "batch complete", found, complete)
@@ -178,12 +158,16 @@ class BatchAudit:
                 value = manifest.stats[name]
                 require(value == expected, row, f"stats.{name}", value, expected)
 
-    def _open(self, data: bytes, signers: Signers, step: int) -> BatchManifest | RangeManifest:
+    def _open(
+        self, data: bytes, signers: Signers, step: int
+    ) -> batch.BatchManifest | batch.RangeManifest:
         keys = signers.coordinators(data)
         if not self._rows_per_step:
-            return open_batch(data, coordinators=keys, run=self._run, step=step)
+            return batch.open_batch(data, coordinators=keys, run=self._run, step=step)
         rows = self._rows_per_step
-        return open_ranges(data, coordinators=keys, run=self._run, step=step, rows_per_step=rows)
+        return batch.open_ranges(
+            data, coordinators=keys, run=self._run, step=step, rows_per_step=rows
+        )
 
     def check_files(self, on_disk: dict[int, Path]) -> None:
         """Compare the manifests that the learner reads with those of the ledger.
@@ -197,9 +181,9 @@ class BatchAudit:
                     None, "batch file", f"{path} of step {step}", "a row that closes the step"
                 )
         for step, (row, document) in self._closed.items():
-            path = step_folder(self._run_dir, step) / FILE_NAME
+            path = step_folder(self._run_dir, step) / batch.FILE_NAME
             try:
-                data = read_bounded(path, MAX_BYTES)
+                data = read_bounded(path, batch.MAX_BYTES)
             except FileNotFoundError:
                 # The newest manifest is written after its row. A coordinator that was killed
                 # between the two writes it when it starts again.
@@ -214,7 +198,7 @@ class BatchAudit:
                 self._report.require(same, row, "batch file", f"{path} differs", "the row's bytes")
 
 
-def _is_that(decision: filling.Close | Stalled | None, event: StepClosed) -> bool:
+def _is_that(decision: filling.Close | Stalled | None, event: events.StepClosed) -> bool:
     if not isinstance(decision, filling.Close):
         return False
     return (decision.step, decision.groups) == (event.step, event.trained)
@@ -234,7 +218,7 @@ class IslandAudit:
 
     def __init__(self, run: str, policy: IslandPolicy | None, report: Report) -> None:
         self._run, self._policy, self._report = run, policy, report
-        self._offers: dict[tuple[int, str], ShareOffered] = {}
+        self._offers: dict[tuple[int, str], batch.ShareOffered] = {}
         """Newest offer of each step and island."""
         self._records: dict[int, tuple[int, str]] = {}
         """For each step the row and the digest of its record."""
@@ -247,11 +231,11 @@ class IslandAudit:
         self._records = {s: found for s, found in self._records.items() if s < version}
         self._results = {s: found for s, found in self._results.items() if s < version}
 
-    def offered(self, row: int, event: OfferReceived, signers: Signers) -> None:
+    def offered(self, row: int, event: events.OfferReceived, signers: Signers) -> None:
         data, offer = event.document.encode("utf-8", "replace"), event.offer
         try:
             keys = signers.islands(offer.island, data)
-            signed = open_offer(data, keys=keys, run=self._run)
+            signed = batch.open_offer(data, keys=keys, run=self._run)
         except BadSignature as error:
             self._report.add(row, "offer signature", error, f"island {offer.island}'s signature")
             return
@@ -261,7 +245,7 @@ class IslandAudit:
     def committed(
         self,
         row: int,
-        event: IslandsCommitted,
+        event: events.IslandsCommitted,
         chain_before: str,
         signers: Signers,
         before: State | None,
@@ -281,7 +265,7 @@ class IslandAudit:
         require(first == row, row, "commit", f"a second record of step {step}", f"row {first}'s")
         try:
             keys = signers.coordinators(data)
-            record = open_commit(data, coordinators=keys, run=self._run, step=step)
+            record = batch.open_commit(data, coordinators=keys, run=self._run, step=step)
         except BadSignature as error:
             self._report.add(row, "commit signature", error, "the coordinator's signature")
             return
@@ -294,7 +278,7 @@ class IslandAudit:
         require(record.previous == previous, row, "commit chain", record.previous, previous)
         for each in record.contributors:
             offer = self._offers.get((step, each.island))
-            same = offer is not None and Contribution.of(offer) == each
+            same = offer is not None and batch.Contribution.of(offer) == each
             require(same, row, "contribution", each, f"its signed offer, {offer}")
             base = record.base if offer is None else offer.base
             require(base == record.base, row, "contribution", f"base {base}", record.base)
@@ -304,7 +288,7 @@ class IslandAudit:
         if before is not None:
             self._follows(row, event.at, record, before)
 
-    def lost(self, row: int, event: ShareLost) -> None:
+    def lost(self, row: int, event: events.ShareLost) -> None:
         """Record that a step is open again: a share of its record could not be fetched."""
         require, step = self._report.require, event.step
         found = f"step {step} open again"
@@ -313,7 +297,7 @@ class IslandAudit:
         self._records.pop(step, None)
         self._results.pop(step, None)
 
-    def reported(self, row: int, event: OuterResult) -> None:
+    def reported(self, row: int, event: events.OuterResult) -> None:
         require, step = self._report.require, event.step
         digest, reporters = self._results.get(step, (event.digest, frozenset()))
         second = event.digest != digest or event.island in reporters
@@ -321,7 +305,7 @@ class IslandAudit:
         self._results[step] = digest, reporters | {event.island}
         require(step in self._records, row, "outer state", f"of step {step}", "a committed step")
 
-    def _follows(self, row: int, at: float, record: CommitRecord, before: State) -> None:
+    def _follows(self, row: int, at: float, record: batch.CommitRecord, before: State) -> None:
         """Check that the record is the one that the coordinator's rules give."""
         policy = self._policy
         if policy is None:  # the state machine refuses the row

@@ -18,15 +18,9 @@ from runspec.core.roles import MAX_BYTES, Roles, issued_at, open_roles
 from runspec.core.run_files import submission_files
 from runspec.core.schema import RunSpec
 from runspec.core.signed import BadSignature, SigningKey
+from verify.coordinator.machine import verdicts
 from verify.coordinator.machine.events import SubmissionJudged, SubmissionReceived
 from verify.coordinator.machine.state import Policy
-from verify.coordinator.machine.verdicts import (
-    VerdictMismatch,
-    by_coordinator,
-    excess_of,
-    grade_groups,
-    repeated_submission,
-)
 from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
 from verify.formats.lease import Lease
@@ -160,7 +154,7 @@ class FileAudit:
         except BadSignature as error:
             self._report.add(row, "verdict signature", error, f"validator {event.validator}'s")
             return None
-        overruled = not event.accepted and by_coordinator(event.reason)
+        overruled = not event.accepted and verdicts.by_coordinator(event.reason)
         expected = {
             "run": self._run,
             "step": lease.step,
@@ -175,7 +169,7 @@ class FileAudit:
 
     def _check_repetition(self, row: int, event: SubmissionJudged, copy: Path) -> None:
         """Check that a submission rejected as a duplicate shares fingerprints with the original."""
-        name = None if event.accepted else repeated_submission(event.reason)
+        name = None if event.accepted else verdicts.repeated_submission(event.reason)
         if name is None:
             return
         original = self._accepted.get(name)
@@ -195,10 +189,10 @@ class FileAudit:
     def _check_excess(self, row: int, event: SubmissionJudged, table: bytes) -> None:
         """Check the excess by the noise of the row, because profiles may have changed since."""
         expected = None
-        if event.accepted or by_coordinator(event.reason):
+        if event.accepted or verdicts.by_coordinator(event.reason):
             try:
-                expected = excess_of(decode_verdicts(table), event.gap_noise)
-            except (MalformedTable, VerdictMismatch) as error:
+                expected = verdicts.excess_of(decode_verdicts(table), event.gap_noise)
+            except (MalformedTable, verdicts.VerdictMismatch) as error:
                 self._report.add(row, "verdict file", error, "readable gaps")
                 return
         found = event.gap_excess
@@ -208,7 +202,7 @@ class FileAudit:
         self, row: int, event: SubmissionJudged, lease: Lease, table: bytes, dropped: list[int]
     ) -> None:
         try:
-            grades = grade_groups(
+            grades = verdicts.grade_groups(
                 decode_verdicts(table),
                 submission=event.submission,
                 lease=lease,
@@ -216,7 +210,7 @@ class FileAudit:
                 dropped=dropped,
                 zero_variance_filter=self._policy.zero_variance_filter,
             )
-        except (MalformedTable, VerdictMismatch) as error:
+        except (MalformedTable, verdicts.VerdictMismatch) as error:
             self._report.add(row, "verdict file", error, "a row for each rollout of the lease")
             return
         if len(event.groups) != len(grades):

@@ -27,17 +27,8 @@ from runspec.core.schema.load import MAX_PROFILE_BYTES, load_resolved
 from runspec.core.schema.source_files import PREFILL_GROUP
 from runspec.core.signed import BadSignature, SigningKey
 from verify import profile as form
+from verify.calibration import measure
 from verify.calibration.derive import as_table, derive
-from verify.calibration.measure import (
-    AT_ONCE,
-    Measurements,
-    ReceivedSubmission,
-    Version,
-    find_version,
-    link_version,
-    recomputed,
-    submissions_of,
-)
 from verify.commands import run_once, say
 from verify.profile import Profile, open_profile, sign_profile
 from verify.thresholds import limits_for, precision_of
@@ -217,13 +208,13 @@ def calibrate(
         )
     published = limits_for(precision_of(pool), spec.learner.compute_dtype)
     taken, versions = _with_weights(run_dir, spec, name, fetched, log)
-    measured = Measurements()
+    measured = measure.Measurements()
     with tempfile.TemporaryDirectory(prefix="calibrate-") as cache:
         for version in versions.values():
-            link_version(version, Path(cache))
-        for _, pairs in recomputed(taken, spec, pool, Path(cache), published.gap):
+            measure.link_version(version, Path(cache))
+        for _, pairs in measure.recomputed(taken, spec, pool, Path(cache), published.gap):
             measured.take(pairs, published)
-            if measured.submissions % AT_ONCE == 0:
+            if measured.submissions % measure.AT_ONCE == 0:
                 log.info("%d of %d submissions recomputed", measured.submissions, len(taken))
     derived = derive(measured, published, rate=rate, allow_looser=allow_looser)
     folder = versions[max(versions)].folder
@@ -267,14 +258,14 @@ def calibrate(
 
 def _with_weights(
     run_dir: Path, spec: RunSpec, pool: str, fetched: Path | None, log: Logger
-) -> tuple[list[ReceivedSubmission], dict[int, Version]]:
+) -> tuple[list[measure.ReceivedSubmission], dict[int, measure.Version]]:
     """Return the submissions whose weights are still there, and their versions."""
-    found = submissions_of(run_dir, spec, pool)
+    found = measure.submissions_of(run_dir, spec, pool)
     digests = {taken.lease.version: taken.lease.manifest_digest for taken in found}
     versions = {
         number: where
         for number, digest in digests.items()
-        if (where := find_version(run_dir, spec.name, number, digest, fetched))
+        if (where := measure.find_version(run_dir, spec.name, number, digest, fetched))
     }
     taken = [each for each in found if each.lease.version in versions]
     log.info(

@@ -23,15 +23,7 @@ from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.stalls import RUN_DIR, Stalled
 from verify.coordinator.machine.state import Tally
 from verify.coordinator.machine.verdicts import batch_stats
-from verify.formats.batch import (
-    BatchGroup,
-    BatchManifest,
-    RangeManifest,
-    RowRange,
-    divide,
-    sign_batch,
-    sign_ranges,
-)
+from verify.formats import batch
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0
@@ -163,17 +155,17 @@ class Closing:
         for trained in decision.groups:
             found = state.leases[trained.lease]
             assert found.submission is not None and found.verdict is not None
-            group = BatchGroup.of(found.lease, found.submission, found.verdict, trained.group)
+            group = batch.BatchGroup.of(found.lease, found.submission, found.verdict, trained.group)
             groups.append(group)
         busy = self._run.workers.busy_fraction(now)
         stats = batch_stats(tally, opened=opened, closed=now, busy_fraction=busy)
         stats |= self._journal.history.batch_stats(now, step, decision.groups)
         rows, chain = self._journal.ledger.head
-        shares = divide(0, len(groups), self._island_names)
-        manifest = BatchManifest(
+        shares = batch.divide(0, len(groups), self._island_names)
+        manifest = batch.BatchManifest(
             *(self._run.spec.name, step, groups, decision.complete, stats, rows, chain, shares)
         )
-        self._publish(step, now, decision.groups, sign_batch(manifest, self._run.key))
+        self._publish(step, now, decision.groups, batch.sign_batch(manifest, self._run.key))
         _log.info(
             "step %d closed %.2f s after it opened: %d groups (%d leased, %d filtered), "
             "task reward %s, %d submissions rejected",
@@ -182,11 +174,11 @@ class Closing:
         )
 
     def _sign_rows(self, step: int, now: float) -> None:
-        rows = RowRange.of_step(step, self._rows_per_step)
-        shares = divide(rows.first, rows.last, self._island_names)
+        rows = batch.RowRange.of_step(step, self._rows_per_step)
+        shares = batch.divide(rows.first, rows.last, self._island_names)
         run, head = self._run, self._journal.ledger.head
-        manifest = RangeManifest(run.spec.name, step, rows, *head, shares)
-        self._publish(step, now, (), sign_ranges(manifest, run.key))
+        manifest = batch.RangeManifest(run.spec.name, step, rows, *head, shares)
+        self._publish(step, now, (), batch.sign_ranges(manifest, run.key))
         _log.info("step %d: rows %d to %d are signed", step, rows.first, rows.last)
 
     def _publish(

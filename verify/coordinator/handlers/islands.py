@@ -21,24 +21,16 @@ from runspec.core.canonical import canonical_json, is_digest
 from runspec.core.http_server import counter, gauge
 from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
+from verify.coordinator import requests
 from verify.coordinator.handlers.context import RunContext, Signed
 from verify.coordinator.handlers.workers import Activity
 from verify.coordinator.machine import events, islands
 from verify.coordinator.machine.islands import IslandTally
 from verify.coordinator.machine.stalls import Stalled, uncommitted
 from verify.coordinator.machine.state import State
-from verify.coordinator.requests import MAX_WAIT_S, Refusal, read_body, refusing, send_file
+from verify.coordinator.requests import Refusal, refusing
 from verify.coordinator_http import SignedRequest
-from verify.formats.batch import (
-    STORED,
-    CommitRecord,
-    OuterStates,
-    StoredOuter,
-    open_batch,
-    open_offer,
-    read_outer,
-    sign_commit,
-)
+from verify.formats import batch
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0
@@ -59,7 +51,7 @@ class Islands:
         self._run, self._journal, self._policy = run, run.journal, policy
         self._keys = {name: run.roles.islands[name] for name in policy.names}
         self._names = {key: name for name, key in self._keys.items()}
-        self._stored: dict[str, StoredOuter] = {}
+        self._stored: dict[str, batch.StoredOuter] = {}
         self._files: tuple[int, Mapping[str, Path]] = (-1, {})
         """A step, and the paths of the files that its manifest names."""
 
@@ -92,15 +84,15 @@ class Islands:
         """
         island = self._names[asked.key]
         with refusing(400, BadSignature):
-            self._stored[island] = read_outer(
-                canonical_json({"island": island, **asked.body}), kind=STORED
+            self._stored[island] = batch.read_outer(
+                canonical_json({"island": island, **asked.body}), kind=batch.STORED
             )
 
     async def _outer_states(self, request: web.Request) -> web.Response:
         """Send the outer states that were announced, and how far the run is."""
         found = self._journal.state.islands
         oldest = min(found.records, default=found.step)
-        outer = OuterStates(list(self._stored.values()), found.step, oldest)
+        outer = batch.OuterStates(list(self._stored.values()), found.step, oldest)
         return web.json_response(asdict(outer))
 
     async def _offer(self, request: web.Request) -> web.Response:
@@ -109,9 +101,9 @@ class Islands:
         The same offer again changes nothing, another one of the island replaces its earlier one.
         """
         caller = self._island(request)
-        island, data = self._names[caller.key], await read_body(request, caller)
+        island, data = self._names[caller.key], await requests.read_body(request, caller)
         with refusing(400, BadSignature):
-            offer = open_offer(data, keys=self._keys, run=self._run.spec.name)
+            offer = batch.open_offer(data, keys=self._keys, run=self._run.spec.name)
         if offer.island != island:
             raise Refusal(403, f"the offer is of island {offer.island}")
         state = self._journal.state
@@ -208,7 +200,7 @@ class Islands:
         while True:
             closed = step < journal.state.next_close
             if closed and path.exists():
-                return await send_file(request, path)
+                return await requests.send_file(request, path)
             # A full disk delays the file of a step that is closed.
             due = journal.clock() + _AGAIN_S if closed else None
             if not await journal.change(deadline, due=due):
@@ -223,7 +215,9 @@ class Islands:
             with refusing(404, OSError, what="the manifest cannot be read: "):
                 data = journal.batch_path(step).read_bytes()
             with refusing(404, BadSignature):
-                manifest = open_batch(data, coordinators=None, run=self._run.spec.name, step=step)
+                manifest = batch.open_batch(
+                    data, coordinators=None, run=self._run.spec.name, step=step
+                )
             paths: dict[str, Path] = {}
             for group in manifest.groups:
                 files = submission_files(journal.run_dir, group.step, group.submission)
@@ -231,7 +225,7 @@ class Islands:
             self._files = step, paths
         if name not in self._files[1]:
             raise Refusal(404, f"the manifest names no file {name}")
-        return await send_file(request, self._files[1][name])
+        return await requests.send_file(request, self._files[1][name])
 
     def advance(self, now: float) -> Stalled | None:
         """Commit the next step if it is due, or return why the run cannot go on.
@@ -244,12 +238,12 @@ class Islands:
         if commit is None:
             late = islands.overdue(self._policy, state.islands, now)
             return uncommitted(state, now) if late else None
-        record = CommitRecord(
+        record = batch.CommitRecord(
             *(self._run.spec.name, commit.step, commit.base, self._policy.codec),
             *(commit.contributors, commit.dropped, state.islands.previous),
             *self._journal.ledger.head,
         )
-        document = sign_commit(record, self._run.key).decode()
+        document = batch.sign_commit(record, self._run.key).decode()
         self._journal.record(events.IslandsCommitted(now, record, document))
         names = ", ".join(each.island for each in commit.contributors)
         _log.info("step %d is committed: islands %s contribute", commit.step, names)
@@ -279,7 +273,7 @@ def _wait(request: web.Request) -> float:
         wait_s = math.nan
     if not 0.0 <= wait_s < math.inf:
         raise Refusal(400, "wait must be a number of seconds")
-    return min(wait_s, MAX_WAIT_S)
+    return min(wait_s, requests.MAX_WAIT_S)
 
 
 def report(state: State, seen: Activity, now: float) -> dict[str, Any] | None:

@@ -12,39 +12,15 @@ from aiohttp import web
 from runspec.core.files import sync_folder
 from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
+from verify.coordinator import requests
 from verify.coordinator.handlers.context import Answer, RunContext, Signed
 from verify.coordinator.journal import Finished
-from verify.coordinator.machine.events import GroupGrade, SubmissionJudged, SubmissionSetAside
+from verify.coordinator.machine import events, verdicts
 from verify.coordinator.machine.state import LeaseRecord
-from verify.coordinator.machine.verdicts import (
-    Seen,
-    VerdictMismatch,
-    by_coordinator,
-    excess_of,
-    gap_fault,
-    grade_groups,
-)
-from verify.coordinator.requests import (
-    PIECE_BYTES,
-    Refusal,
-    digests,
-    read_envelope,
-    received,
-    refusing,
-    send_file,
-    wait_and_holding,
-    write_small,
-)
+from verify.coordinator.requests import Refusal, refusing
 from verify.coordinator_http import SignedRequest
+from verify.formats import verdict
 from verify.formats.tables import MalformedTable
-from verify.formats.verdict import (
-    MAX_BYTES,
-    RolloutVerdict,
-    VerdictEnvelope,
-    decode_verdicts,
-    open_verdict,
-    read_fingerprints,
-)
 from verify.thresholds import GapNoise
 
 _log = logging.getLogger(__name__)
@@ -63,13 +39,13 @@ class Judging:
     ) -> None:
         self._run, self._journal, self._gap_noise = run, run.journal, gap_noise
         self._claims = run.claims
-        self._seen = Seen()
+        self._seen = verdicts.Seen()
         for record in run.journal.state.leases.values():  # after a restart
             if record.status == "accepted" and record.submission is not None:
                 step, submission = record.lease.step, record.submission
                 path = submission_files(run.journal.run_dir, step, submission).verdict
                 try:
-                    self._seen.add(step, submission, read_fingerprints(path))
+                    self._seen.add(step, submission, verdict.read_fingerprints(path))
                 except (OSError, MalformedTable) as error:
                     _log.warning("new rollouts are not compared with those of %s: %s", path, error)
 
@@ -90,7 +66,7 @@ class Judging:
         return caller
 
     async def _next(self, asked: Signed) -> Answer:
-        wait_s, holding = wait_and_holding(asked.body)
+        wait_s, holding = requests.wait_and_holding(asked.body)
         found = await self.next_submission(asked.key, holding, wait_s)
         if found is None:
             return web.Response(status=204)
@@ -111,7 +87,10 @@ class Judging:
 
         `fault` says why the checks failed at them; it is empty if the validator is at fault.
         """
-        submissions, fault = digests("submissions", asked.body["submissions"]), asked.body["fault"]
+        submissions, fault = (
+            requests.digests("submissions", asked.body["submissions"]),
+            asked.body["fault"],
+        )
         if not isinstance(fault, str):
             raise Refusal(400, "fault must be a text")
         for submission in submissions:
@@ -127,16 +106,18 @@ class Judging:
         if record is None:
             raise Refusal(404, "no such submission")
         files = submission_files(self._journal.run_dir, record.lease.step, submission)
-        return await send_file(request, files.submission)
+        return await requests.send_file(request, files.submission)
 
     async def _verdict(self, request: web.Request) -> web.StreamResponse:
         caller = self._validator(request)
-        signed = read_envelope(request)
+        signed = requests.read_envelope(request)
         with refusing(400, BadSignature):
-            envelope = open_verdict(signed, validators=frozenset({caller.key}))
+            envelope = verdict.open_verdict(signed, validators=frozenset({caller.key}))
         if envelope.digest != caller.body_digest:
             raise Refusal(400, "the envelope names another body")
-        await self.judge(caller.key, envelope, signed, request.content.iter_chunked(PIECE_BYTES))
+        await self.judge(
+            caller.key, envelope, signed, request.content.iter_chunked(requests.PIECE_BYTES)
+        )
         return web.json_response({}, status=202)
 
     async def next_submission(
@@ -172,7 +153,7 @@ class Judging:
     async def judge(
         self,
         validator: str,
-        envelope: VerdictEnvelope,
+        envelope: verdict.VerdictEnvelope,
         signed: bytes,
         chunks: AsyncIterator[bytes],
     ) -> None:
@@ -188,19 +169,19 @@ class Judging:
         if record is None:  # judged before; the validator may have shown by it that it works
             self._settle(validator, envelope.submission)
             return
-        if envelope.bytes > MAX_BYTES:
-            raise Refusal(413, f"{envelope.bytes} bytes, more than the {MAX_BYTES} allowed")
+        if envelope.bytes > verdict.MAX_BYTES:
+            raise Refusal(413, f"{envelope.bytes} bytes, more than the {verdict.MAX_BYTES} allowed")
         files = submission_files(self._journal.run_dir, record.lease.step, envelope.submission)
         folder, size = files.verdict.parent, envelope.bytes
-        async with received(chunks, folder, digest=envelope.digest, size=size) as body:
+        async with requests.received(chunks, folder, digest=envelope.digest, size=size) as body:
             with refusing(400, MalformedTable, what="verdict: "):
-                rows = await asyncio.to_thread(lambda: decode_verdicts(body.read_bytes()))
+                rows = await asyncio.to_thread(lambda: verdict.decode_verdicts(body.read_bytes()))
             judged = self._judged(validator, envelope, record, rows)
             if self._to_judge(envelope) is None:
                 return  # another validator's verdict came first
             with self._journal.recording(files.verdict, files.verdict_envelope):
                 body.rename(files.verdict)
-                write_small(files.verdict_envelope, signed)
+                requests.write_small(files.verdict_envelope, signed)
                 sync_folder(files.verdict.parent)
                 self._journal.record(judged)
         if judged.accepted:
@@ -220,7 +201,9 @@ class Judging:
         for submission, attempts in self._claims.hopeless().items():
             if record := waiting.get(submission):
                 now = self._journal.clock()
-                self._journal.record(SubmissionSetAside(now, record.digest, submission, attempts))
+                self._journal.record(
+                    events.SubmissionSetAside(now, record.digest, submission, attempts)
+                )
                 _log.error(
                     "submission %s of worker %s for step %d is set aside, its groups are dropped: "
                     "%d attempts of validators failed, the last one: %s; the file or the "
@@ -234,7 +217,7 @@ class Judging:
         leases = self._journal.state.leases.values()
         return next((record for record in leases if record.submission == submission), None)
 
-    def _to_judge(self, envelope: VerdictEnvelope) -> LeaseRecord | None:
+    def _to_judge(self, envelope: verdict.VerdictEnvelope) -> LeaseRecord | None:
         record = self._record_of(envelope.submission)
         if record is None or record.status != "submitted":
             return None
@@ -245,10 +228,10 @@ class Judging:
     def _judged(
         self,
         validator: str,
-        envelope: VerdictEnvelope,
+        envelope: verdict.VerdictEnvelope,
         record: LeaseRecord,
-        rows: list[RolloutVerdict],
-    ) -> SubmissionJudged:
+        rows: list[verdict.RolloutVerdict],
+    ) -> events.SubmissionJudged:
         """Return the verdict as it counts.
 
         An accepted submission is rejected for what only the coordinator sees. A row repeats a row
@@ -257,13 +240,13 @@ class Judging:
         """
         state = self._journal.state
         accepted, reason = envelope.accepted, envelope.reason
-        groups: tuple[GroupGrade, ...] = ()
+        groups: tuple[events.GroupGrade, ...] = ()
         excess, noise = None, self._gap_noise.get(record.lease.pool)
-        if by_coordinator(reason):
+        if verdicts.by_coordinator(reason):
             raise Refusal(400, "verdict: the coordinator alone rejects for that")
         if accepted:
-            with refusing(400, VerdictMismatch, what="verdict: "):
-                groups = grade_groups(
+            with refusing(400, verdicts.VerdictMismatch, what="verdict: "):
+                groups = verdicts.grade_groups(
                     rows,
                     submission=envelope.submission,
                     lease=record.lease,
@@ -271,12 +254,12 @@ class Judging:
                     dropped=envelope.dropped_groups,
                     zero_variance_filter=state.policy.zero_variance_filter,
                 )
-                excess = excess_of(rows, noise)
+                excess = verdicts.excess_of(rows, noise)
             self._seen.forget(state.oldest_remembered)
             worker = state.workers[record.lease.worker]
-            if fault := self._seen.fault(rows) or gap_fault(worker, excess, noise):
+            if fault := self._seen.fault(rows) or verdicts.gap_fault(worker, excess, noise):
                 accepted, reason, groups = False, fault, ()
-        return SubmissionJudged(
+        return events.SubmissionJudged(
             at=self._journal.clock(),
             lease=record.digest,
             submission=envelope.submission,

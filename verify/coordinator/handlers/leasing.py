@@ -20,23 +20,14 @@ from runspec.core.files import sync_folder
 from runspec.core.roles import open_invite
 from runspec.core.run_files import SubmissionFiles, submission_files
 from runspec.core.signed import BadSignature
+from verify.coordinator import requests
 from verify.coordinator.authentication import Limiter, count_new_key
 from verify.coordinator.handlers.context import RunContext, Signed
 from verify.coordinator.handlers.workers import scalars
 from verify.coordinator.journal import Finished
 from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.state import LeaseRecord, State
-from verify.coordinator.requests import (
-    PIECE_BYTES,
-    Refusal,
-    digests,
-    read_envelope,
-    received,
-    refusing,
-    to_the_end,
-    wait_and_holding,
-    write_small,
-)
+from verify.coordinator.requests import Refusal, refusing
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import SubmissionEnvelope, max_submission_bytes, open_submission
 
@@ -113,7 +104,7 @@ class Leasing:
         run.claims.prolong(asked.key, now)
 
     async def _lease(self, asked: Signed) -> web.Response:
-        wait_s, holding = wait_and_holding(asked.body)
+        wait_s, holding = requests.wait_and_holding(asked.body)
         if asked.key in self._journal.state.workers:
             self._run.workers.seen(asked.key, self._journal.clock())
         with self._run.authentication.poll(asked.key, asked.http):
@@ -123,18 +114,18 @@ class Leasing:
         return web.Response(body=lease, content_type="application/json")
 
     async def _release(self, asked: Signed) -> None:
-        self.release(asked.key, digests("leases", asked.body["leases"]))
+        self.release(asked.key, requests.digests("leases", asked.body["leases"]))
 
     async def _submit(self, request: web.Request) -> web.StreamResponse:
         caller = self._run.authentication.caller(request, "submission")
-        signed = read_envelope(request)
+        signed = requests.read_envelope(request)
         with refusing(400, BadSignature):
             envelope = open_submission(signed)
         if envelope.worker != caller.key:
             raise Refusal(403, "the submission is another worker's")
         if envelope.digest != caller.body_digest:
             raise Refusal(400, "the envelope names another body")
-        await self.submit(envelope, signed, request.content.iter_chunked(PIECE_BYTES))
+        await self.submit(envelope, signed, request.content.iter_chunked(requests.PIECE_BYTES))
         return web.json_response({}, status=202)
 
     def register(self, key: str, pool: str, invite: object = None, *, address: str) -> None:
@@ -333,9 +324,9 @@ class Leasing:
         files = submission_files(self._journal.run_dir, envelope.step, envelope.digest)
         folder, size = files.submission.parent, envelope.bytes
         with self._run.backlog.reserve(record, envelope, now):
-            async with received(chunks, folder, digest=envelope.digest, size=size) as body:
+            async with requests.received(chunks, folder, digest=envelope.digest, size=size) as body:
                 with self._journal.recording(files.submission, files.submission_envelope):
-                    await to_the_end(partial(_place, body, files, signed))
+                    await requests.to_the_end(partial(_place, body, files, signed))
                     now = self._journal.clock()
                     self._must_be_open(self._lease_of(envelope), envelope, now)
                     event = events.SubmissionReceived(now, envelope.lease, envelope.digest, size)
@@ -371,6 +362,6 @@ class Leasing:
 
 
 def _place(body: Path, files: SubmissionFiles, signed: bytes) -> None:
-    write_small(files.submission_envelope, signed)
+    requests.write_small(files.submission_envelope, signed)
     body.rename(files.submission)
     sync_folder(files.submission.parent)

@@ -37,17 +37,7 @@ from verify.coordinator.machine.filling import needed_groups, tried_groups
 from verify.coordinator.machine.stalls import waited_for
 from verify.coordinator.machine.state import LeaseRecord, State
 from verify.coordinator.requests import Refusal, read_body, refusing, send_file
-from verify.formats.documents import (
-    MAX_EVALUATION_BYTES,
-    MAX_FILES,
-    Evaluated,
-    Site,
-    SiteFile,
-    open_evaluation,
-    read_evaluations,
-    sign_site,
-    sign_spec,
-)
+from verify.formats import documents
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -272,7 +262,7 @@ class SiteHandlers:
 
     def __init__(self, run: RunContext, roles: bytes, weights: Sequence[str]) -> None:
         self._run, self._weights = run, list(weights)
-        self._documents = {"spec": sign_spec(run.spec, run.key), "roles": roles}
+        self._documents = {"spec": documents.sign_spec(run.spec, run.key), "roles": roles}
         self._paths: dict[str, Path] = {}
         self._ready = asyncio.ensure_future(asyncio.to_thread(self._look))
 
@@ -312,7 +302,7 @@ class SiteHandlers:
             return await asyncio.shield(self._ready)
 
     def _look(self) -> bytes:
-        spec, files, digest = self._run.spec, list[SiteFile](), ""
+        spec, files, digest = self._run.spec, list[documents.SiteFile](), ""
         try:
             if spec.supervised is None:  # else nobody trains on its documents elsewhere
                 files, digest = self._files(), data_digest(spec)
@@ -323,18 +313,20 @@ class SiteHandlers:
         if files:
             total = sum(file.bytes for file in files)
             _log.info("volunteers can fetch %d files of data, %d bytes", len(files), total)
-        return sign_site(Site(spec.name, self._weights, files, digest), self._run.key)
+        return documents.sign_site(
+            documents.Site(spec.name, self._weights, files, digest), self._run.key
+        )
 
-    def _files(self) -> list[SiteFile]:
+    def _files(self) -> list[documents.SiteFile]:
         files = []
         for source in self._run.spec.data.sources:
             for name, path in source_files(source).items():
                 digest = file_digest(path)
                 self._paths[digest] = path
-                files.append(SiteFile(source.name, name, path.stat().st_size, digest))
-        if len(files) > MAX_FILES:
+                files.append(documents.SiteFile(source.name, name, path.stat().st_size, digest))
+        if len(files) > documents.MAX_FILES:
             raise UserError(
-                f"{len(files)} files, volunteers can be given {MAX_FILES}",
+                f"{len(files)} files, volunteers can be given {documents.MAX_FILES}",
                 place="data.sources",
                 remedy="put the rows into fewer files",
             )
@@ -351,7 +343,7 @@ class Evaluations:
     def __init__(self, run: RunContext) -> None:
         self._run, self._run_dir = run, run.journal.run_dir
         self._names = {each.name for each in run.spec.evaluations}
-        found = read_evaluations(evaluation_files(self._run_dir))
+        found = documents.read_evaluations(evaluation_files(self._run_dir))
         self._known = {(e.evaluation, e.version): _shown(e) for e in found}
 
     def routes(self) -> list[web.RouteDef]:
@@ -369,9 +361,9 @@ class Evaluations:
         caller = self._run.authentication.caller(request)
         if caller.key not in self._run.roles.evaluator:
             raise Refusal(403, "roles.json does not name this key as an evaluator's")
-        document = await read_body(request, caller, MAX_EVALUATION_BYTES)
+        document = await read_body(request, caller, documents.MAX_EVALUATION_BYTES)
         with refusing(400, BadSignature):
-            result = open_evaluation(document, evaluators=frozenset({caller.key}))
+            result = documents.open_evaluation(document, evaluators=frozenset({caller.key}))
         if result.run != self._run.spec.name or result.evaluation not in self._names:
             raise Refusal(400, "a result of another run or evaluation")
         if result.version > self._run.spec.steps:
@@ -387,7 +379,7 @@ class Evaluations:
         return web.json_response({}, status=202)
 
 
-def _shown(result: Evaluated) -> Mapping[str, Any]:
+def _shown(result: documents.Evaluated) -> Mapping[str, Any]:
     figures = {name: [f.value, f.low, f.high] for name, f in result.figures.items()}
     return {
         "evaluation": result.evaluation,

@@ -27,14 +27,7 @@ from runspec.core.entry_points import install_command
 from runspec.core.errors import NotNow, UserError
 from runspec.core.run_files import STATE_FILE
 from runspec.core.schema import RunSpec
-from verify.coordinator.ledger.store import (
-    NoLedger,
-    Row,
-    SqliteStore,
-    Store,
-    StoreError,
-    must_follow,
-)
+from verify.coordinator.ledger import store
 from verify.coordinator.machine.events import (
     Event,
     RolledBack,
@@ -77,7 +70,7 @@ def decode_event(kind: bytes, body: bytes) -> Event:
         raise BadRow(f"not a {kind.decode()}: {error.errors()[0]['msg']}") from error
 
 
-def store_of(run_dir: Path, spec: RunSpec) -> tuple[Callable[..., Store], str]:
+def store_of(run_dir: Path, spec: RunSpec) -> tuple[Callable[..., store.Store], str]:
     """Return what opens the store of a run's ledger, and its location for messages.
 
     Raises:
@@ -86,7 +79,7 @@ def store_of(run_dir: Path, spec: RunSpec) -> tuple[Callable[..., Store], str]:
     url = spec.verify.ledger
     if url is None:
         path = run_dir / STATE_FILE
-        return partial(SqliteStore, path), str(path)
+        return partial(store.SqliteStore, path), str(path)
     try:
         postgres = importlib.import_module("verify.coordinator.ledger.postgres")
     except ImportError as error:
@@ -119,9 +112,9 @@ class Ledger:
         UserError: from every method, if the store cannot be read or written (a full disk).
     """
 
-    def __init__(self, place: Path | Store) -> None:
+    def __init__(self, place: Path | store.Store) -> None:
         with _usable(str(place) if isinstance(place, Path) else place.place):
-            self._store = SqliteStore(place) if isinstance(place, Path) else place
+            self._store = store.SqliteStore(place) if isinstance(place, Path) else place
             self._seq, self._chain = self._store.last() or (0, FIRST_CHAIN)
         self.in_doubt = False
         """Whether the store may have rows of an `append` that failed; see `settle`."""
@@ -157,7 +150,7 @@ class Ledger:
         """
         if self.in_doubt:
             with _usable(self.place):
-                must_follow(self._store.last(), self._seq + 1)
+                store.must_follow(self._store.last(), self._seq + 1)
             self.in_doubt = False
 
     def append(self, events: Sequence[Event]) -> None:
@@ -178,7 +171,7 @@ class Ledger:
         with _usable(self.place):
             try:
                 self._store.append(rows)
-            except StoreError as error:
+            except store.StoreError as error:
                 self.in_doubt = doubted or error.in_doubt or not error.passing
                 raise
         self._seq, self._chain, self.in_doubt = seq, chain, False
@@ -221,7 +214,7 @@ def _usable(place: str) -> Iterator[None]:
     """Raise a `StoreError` of the block as the error that the coordinator handles."""
     try:
         yield
-    except StoreError as error:
+    except store.StoreError as error:
         raise (NotNow if error.passing else UserError)(
             f"the ledger cannot be used: {error}",
             place=place,
@@ -258,7 +251,7 @@ class LedgerSnapshot:
     def close(self) -> None:
         self._store.close()
 
-    def rows(self, kind: str | None = None, *, after: int = 0) -> Iterator[Row]:
+    def rows(self, kind: str | None = None, *, after: int = 0) -> Iterator[store.Row]:
         """Yield the rows of a kind (None: of all) later than the `after`-th, in order."""
         with self._readable():
             for row in self._store.rows(kind, after=after):
@@ -269,7 +262,7 @@ class LedgerSnapshot:
     def _readable(self) -> Iterator[None]:
         try:
             yield
-        except StoreError as error:
+        except store.StoreError as error:
             raise UserError(
                 f"the ledger cannot be read: {error} (after {self._read} rows)",
                 place=self._place,
@@ -340,7 +333,7 @@ def read_dropped(run_dir: Path, spec: RunSpec) -> Dropped:
     try:
         set_aside = list(read_events(run_dir, spec, SubmissionSetAside))
         judged = list(read_events(run_dir, spec, SubmissionJudged, containing=_DROPPED))
-    except NoLedger:  # no coordinator was started
+    except store.NoLedger:  # no coordinator was started
         return Dropped()
     groups = [grade for event in judged for grade in event.groups]
     return Dropped(
