@@ -33,10 +33,11 @@ from learner_jax.leaves import load_params
 from learner_jax.model import bind
 from learner_jax.packing import Data
 from learner_jax.sharding import Execution, execution, full_float32, make_mesh, shard_batch
+from runspec.core import schema
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import chunk_tokens, prefill_bytes
-from runspec.core.schema import RunSpec, schema
+from runspec.core.schema import RunSpec
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation, by_prompt, require_fits
 from verify.token_facts import Drawn, TokenFacts, Vocabulary, Wanted, facts_of, outputs_of
 from verify.truncation import HEADS, POWERS, Choices, Truncation

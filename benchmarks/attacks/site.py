@@ -18,8 +18,9 @@ from benchmarks.attacks.engine import LONGEST, TEMPERATURE, Sampled
 from benchmarks.attacks.policies import END, PROMPT, Weights
 from learner_jax.prefill import Policy, prefill
 from learner_jax.sharding import make_mesh
+from runspec.core import schema
 from runspec.core.canonical import digest_bytes
-from runspec.core.schema import RunSpec, schema
+from runspec.core.schema import RunSpec
 from runspec.core.signed import SigningKey
 from verify.checks.base import Subject
 from verify.examiner import Examiner, SubmissionFile, Verdict

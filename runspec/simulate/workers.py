@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import inf
 from random import Random
 
-from runspec.simulate import BROADCAST, VALIDATORS, Coordinator, Interval, Lengths
-from runspec.simulate.population import Absence, Answer, Content, Member, ValidatorsBlock
+from runspec.simulate import BROADCAST, VALIDATORS, Content, Coordinator, Interval, Lengths
+from runspec.simulate.population import Absence, Answer, Member, ValidatorsBlock
 from verify.coordinator.machine.claims import Claims
 from verify.coordinator.machine.events import GroupGrade, SubmissionJudged, SubmissionSetAside
 from verify.coordinator.machine.state import LeaseRecord
