@@ -13,7 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-NAMES = sorted(p.stem for p in Path(__file__).parent.glob("[a-z]*.py") if p.stem != "runs")
+NAMES = sorted(
+    p.stem for p in Path(__file__).parent.glob("[a-z]*.py") if p.stem not in ("checkouts", "runs")
+)
 NAMED_ONLY = (
     "attack_detection",
     "bridge_export",

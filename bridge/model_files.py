@@ -13,7 +13,7 @@ from broadcast.store import TENSORS_NAME
 from runspec.core.canonical import digest_file
 from runspec.core.errors import UserError, one_line
 from runspec.core.files import new_directory, read_bounded
-from runspec.core.models.config import CONFIG_NAME, read_config
+from runspec.core.models.config import CONFIG_NAME, TOKENIZER_NAMES, read_config
 from runspec.core.object_store import Folder
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.roles import issued_at, open_roles
@@ -22,17 +22,6 @@ from runspec.core.signed import BadSignature
 GENERATION_NAME = "generation_config.json"
 MODEL_FOLDER = "hugging_face"
 """The folder of a checkpoint that `import` writes them to."""
-TOKENIZER_NAMES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def copy_model_files(source: Path, target: Path) -> None:

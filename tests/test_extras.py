@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TASKS = ("sampler.tasks.task_set", "sampler.tasks.grading.launch", "sampler.tasks.grading.launch")
 VALIDATOR = ("verify.__main__", "verify.validator", "bridge.delta", *TASKS)
+CLI = sorted(f"runspec.cli.{path.stem}" for path in (ROOT / "runspec" / "cli").glob("[a-z]*.py"))
 PROCESSES = {
+    "": CLI,
     "learner": (*VALIDATOR, "learner_jax.train", "learner_jax.prefill", "bridge.publisher"),
     "validator-torch": (
         *VALIDATOR,
@@ -48,8 +50,9 @@ for module in sorted(modules):
 
 
 def own(extra: str) -> Iterator[Requirement]:
-    """What pyproject.toml asks for, extras of our own followed."""
-    for text in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra]):
+    """What pyproject.toml asks for, extras of our own followed; "" has the base alone."""
+    extras = PROJECT["optional-dependencies"]
+    for text in (*PROJECT["dependencies"], *(extras[extra] if extra else ())):
         requirement = Requirement(text)
         if requirement.name == PROJECT["name"]:
             for other in requirement.extras:

@@ -25,11 +25,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from bridge.model_files import TOKENIZER_NAMES
 from runspec.cli import options, serve
 from runspec.cli.checks import located
 from runspec.core.entry_points import KEY_VARIABLE, Asked, EvaluationTool, evaluation_tool
 from runspec.core.errors import BadUsage, UserError, one_line
+from runspec.core.models.config import TOKENIZER_NAMES
 from runspec.core.spec.load import SpecFiles, dump_resolved, load_layers
 from runspec.core.spec.role_names import evaluator_pool
 from runspec.core.spec.schema import RunSpec

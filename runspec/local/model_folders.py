@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge.model_files import TOKENIZER_NAMES
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import FILE_NAME, MAX_BYTES, WeightsManifest, open_manifest
 from broadcast.store import TENSORS_NAME
@@ -19,6 +18,7 @@ from runspec.core import run_files
 from runspec.core.canonical import MalformedJson, digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import new_directory, read_bounded
+from runspec.core.models.config import TOKENIZER_NAMES
 from runspec.core.models.family import load_config
 from runspec.core.object_store import Folder
 from runspec.core.signed import BadSignature

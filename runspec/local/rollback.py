@@ -38,8 +38,7 @@ from runspec.local.formatting import reported
 from runspec.local.model_folders import full_states
 from runspec.local.planning import STARTS_ANEW
 from runspec.local.state import RunState
-from verify.coordinator.handlers.operator import closed_steps, record_rollback
-from verify.coordinator.ledger.ledger import open_ledger
+from verify.coordinator.ledger.ledger import closed_steps, open_ledger, record_rollback
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 
 INTENT_FILE = "rollback.json"

@@ -165,6 +165,17 @@ def _llama3(reader: _Reader) -> Llama3:
 
 
 CONFIG_NAME = "config.json"
+TOKENIZER_NAMES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 MAX_BYTES = 1024 * 1024
 MAX_LAYERS = 4096
 SIZES = (

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from verify.coordinator.journal import Journal
 from verify.coordinator.ledger.ledger import LedgerSnapshot, open_ledger
 from verify.coordinator.machine import events
 from verify.coordinator.machine.state import Policy
-from verify.coordinator.machine.transitions import replay
 from verify.formats.joining import MAX_PIECE_BYTES, TOKENIZER_FILE
 
 MAX_REASON = 500
@@ -168,20 +166,3 @@ def order_stopped(
                 place=f"{verb} {body['key']}",
                 remedy="see `runspec workers`",
             ) from refusal
-
-
-def closed_steps(run_dir: Path, spec: RunSpec) -> int:
-    """Return the number of steps that the ledger of a stopped run has closed.
-
-    Raises:
-        UserError: the ledger cannot be read, or another process writes it.
-    """
-    with closing(open_ledger(run_dir, spec)) as ledger:
-        ledger.own()
-        return replay(Policy.of(spec), ledger.events()).next_close
-
-
-def record_rollback(run_dir: Path, spec: RunSpec, version: int) -> None:
-    """Record in the ledger of a stopped run that it goes on from an earlier version."""
-    with closing(open_ledger(run_dir, spec)) as ledger:
-        ledger.append([events.RolledBack(time.time(), version)])

@@ -12,6 +12,7 @@ Readers of a run, which may be live, see the rows of one moment and need no lock
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -34,7 +35,14 @@ from verify.coordinator.ledger.store import (
     StoreError,
     must_follow,
 )
-from verify.coordinator.machine.events import Event, SubmissionJudged, SubmissionSetAside
+from verify.coordinator.machine.events import (
+    Event,
+    RolledBack,
+    SubmissionJudged,
+    SubmissionSetAside,
+)
+from verify.coordinator.machine.state import Policy
+from verify.coordinator.machine.transitions import replay
 
 FIRST_CHAIN = bytes(32).hex()
 _CODECS: dict[str, TypeAdapter[Event]] = {
@@ -342,3 +350,20 @@ def read_dropped(run_dir: Path, spec: RunSpec) -> Dropped:
         fault=judged[-1].fault if judged else "",
         by_grader_at=judged[-1].at if judged else None,
     )
+
+
+def closed_steps(run_dir: Path, spec: RunSpec) -> int:
+    """Return the number of steps that the ledger of a stopped run has closed.
+
+    Raises:
+        UserError: the ledger cannot be read, or another process writes it.
+    """
+    with closing(open_ledger(run_dir, spec)) as ledger:
+        ledger.own()
+        return replay(Policy.of(spec), ledger.events()).next_close
+
+
+def record_rollback(run_dir: Path, spec: RunSpec, version: int) -> None:
+    """Record in the ledger of a stopped run that it goes on from an earlier version."""
+    with closing(open_ledger(run_dir, spec)) as ledger:
+        ledger.append([RolledBack(time.time(), version)])
