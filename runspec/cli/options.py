@@ -62,6 +62,8 @@ def words_of(files: SpecFiles, runs_dir: Path | None) -> list[str]:
 
 def plain_table(*columns: str) -> Table:
     """A table without lines; names starting with > are columns of numbers."""
+    from rich.table import Table
+
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column.lstrip(">"), justify="right" if column[:1] == ">" else "left")

@@ -17,7 +17,6 @@ from typing import Annotated
 import typer
 
 from runspec.cli import options, reader_gone
-from runspec.cli.status import event_line
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.files import Folder
 from runspec.core.process import run_role, stop_event
@@ -127,7 +126,7 @@ def events_command(
             while True:
                 new = state.events(after=last)
                 for event in new:
-                    print(json.dumps(asdict(event)) if as_json else event_line(event), flush=True)
+                    print(json.dumps(asdict(event)) if as_json else event, flush=True)
                 if not follow or reader_gone():
                     return 0
                 last = new[-1].id if new else last

@@ -33,7 +33,7 @@ from runspec.local.metrics import Row
 from runspec.local.model_folders import folder_bytes, full_states, trained_model
 from runspec.local.run_dir import find_run
 from runspec.local.run_view import Condition, RunView, budget_limits, look_at
-from runspec.local.state import EventRow, RoleRow, RunState
+from runspec.local.state import RoleRow, RunState
 
 EVENTS = 20
 WATCH_S = 2.0
@@ -139,7 +139,7 @@ def _show(seen: RunView) -> None:
     console.print(condition_table(holding))
     console.print(role_table(seen.roles, seen.stages))
     for event in seen.events:
-        print(event_line(event))
+        print(event)
 
 
 def show_link(run_dir: Path, spec: RunSpec) -> None:
@@ -159,12 +159,6 @@ def headline(seen: RunView) -> str:
     """A run's name, its state and why, and how long it was up."""
     reason = f" ({seen.short_reason})" if seen.short_reason else ""
     return f"{seen.spec.name}: {seen.state}{reason}, up for {duration(seen.wall_s)}"
-
-
-def event_line(event: EventRow) -> str:
-    """One event, for people."""
-    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
-    return f"{at}  {event.role}: {event.text}"
 
 
 def condition_table(shown: Sequence[Condition]) -> Table:
@@ -275,7 +269,7 @@ def describe_command(run: options.Run, runs_dir: options.RunsDir = options.RUNS)
     print("\nRoles")
     console.print(role_table(seen.roles, seen.stages))
     exits = {event.role: event for event in seen.events if event.exit_code is not None}
-    _lines("Last exits", [*map(event_line, exits.values())])
+    _lines("Last exits", [*map(str, exits.values())])
     _lines("Versions published", _versions(seen))
     _lines("Trained model", trained_model(seen.directory, seen.spec))
     states = []
@@ -291,7 +285,7 @@ def describe_command(run: options.Run, runs_dir: options.RunsDir = options.RUNS)
     if seen.spec.learner.islands is not None:
         waits = _missing_islands(seen) or "for nobody"
         _section("Islands", [*metrics.island_pairs(seen.newest), ("waits", waits)])
-    _lines("Events", [event_line(event) for event in seen.events[-EVENTS:]])
+    _lines("Events", [str(event) for event in seen.events[-EVENTS:]])
     return 0
 
 

@@ -108,6 +108,11 @@ class EventRow:
     exit_code: int | None = None
     """Of a role that has ended; negative: the signal that ended it."""
 
+    def __str__(self) -> str:
+        """One line, for people."""
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
+        return f"{at}  {self.role}: {self.text}"
+
 
 @dataclass(frozen=True)
 class SessionRow:

@@ -4,29 +4,19 @@ A worker has its presence, engine and leases; validators have a queue, checks an
 """
 
 from __future__ import annotations
+
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from random import Random
-from runspec.simulate import BROADCAST
-from runspec.simulate import VALIDATORS
-from runspec.simulate import Coordinator
-from runspec.simulate import Interval
-from runspec.simulate import Lengths
-from runspec.simulate.population import Absence
-from runspec.simulate.population import Answer
-from runspec.simulate.population import Content
-from runspec.simulate.population import Member
-from runspec.simulate.population import ValidatorsBlock
-from verify.coordinator.machine.events import GroupGrade
-from verify.coordinator.machine.events import SubmissionJudged
-from verify.coordinator.machine.events import SubmissionSetAside
+
+from runspec.simulate import BROADCAST, VALIDATORS, Content, Coordinator, Interval, Lengths
+from runspec.simulate.population import Absence, Answer, Member, ValidatorsBlock
+from verify.coordinator.machine.events import GroupGrade, SubmissionJudged, SubmissionSetAside
 from verify.coordinator.machine.state import LeaseRecord
 from verify.coordinator.machine.trust import Claims
 from verify.formats.lease import Lease
-from runspec.simulate import Content
-from verify.coordinator.machine.claims import Claims
 
 
 class Worker:
