@@ -277,7 +277,11 @@ class Metrics(Observer):
             "run",
         )
         self._update_shares: Callable[[], None] = lambda: None
-        self._served = self._written = _served_before(self._path)
+        self._served = 0
+        with suppress(OSError, MalformedJson):  # the first start, or a damaged counter
+            total = read_object(self._path, 1024).get("bytes")
+            self._served = total if type(total) is int and total >= 0 else 0
+        self._written = self._served
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"runspec_broadcast_{name}", text, labels, registry=self._registry)
@@ -352,11 +356,3 @@ class Metrics(Observer):
         while True:
             await asyncio.sleep(_SAVE_EVERY_S)
             await asyncio.to_thread(self.save)
-
-
-def _served_before(path: Path) -> int:
-    try:
-        total = read_object(path, 1024).get("bytes")
-    except (OSError, MalformedJson):  # the first start, or a damaged counter: count from 0
-        return 0
-    return total if type(total) is int and total >= 0 else 0

@@ -357,7 +357,13 @@ class WeightsClient:
             while isinstance(chain := cheapest(target, manifests, usable), int):
                 detour = any(other is not None and other.is_anchor for other in manifests.values())
                 until = min(deadline, time.monotonic() + DETOUR_S) if detour else deadline
-                manifests[chain] = await self._older(chain, until)
+                manifests[chain] = None
+                try:
+                    manifests[chain], _ = await self._fetcher.manifest(
+                        chain, None, until, keep_asking=False
+                    )
+                except UserError as error:  # no server gave it in time
+                    _LOG.info("%s", error)
         except UserError as error:
             faults = self._fetcher.upstreams.faults()
             raise UserError(error.thing, place=faults, remedy=error.remedy) from error
@@ -369,15 +375,6 @@ class WeightsClient:
             base=self._cache.whole(chain.start) if chain.held else None,
             deltas=tuple(known[version] for version in chain.deltas),
         )
-
-    async def _older(self, version: int, until: float) -> WeightsManifest | None:
-        """Return an older version's manifest; None if no server gave it in time."""
-        try:
-            manifest, _ = await self._fetcher.manifest(version, None, until, keep_asking=False)
-        except UserError as error:
-            _LOG.info("%s", error)
-            return None
-        return manifest
 
 
 def _way(recipe: Recipe) -> str:

@@ -156,23 +156,25 @@ class ChunkWriter:
 
     def _put(self, data: bytes | memoryview) -> Chunk:
         chunk = Chunk(digest_bytes(data), len(data))
-        target = self._folder / chunk.blake3
-        if not _holds(target, data):
-            self.new.append(target)
-            _write(target, data)
+        path = self._folder / chunk.blake3
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            # A memoryview compares element by element, which is slow: compare bytes.
+            if os.fstat(file.fileno()).st_size == len(data) and file.read() == bytes(data):
+                return chunk
+        self.new.append(path)
+        temporary = temporary_name(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(data)
+            temporary.rename(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise UserError(
+                f"cannot store a chunk: {error.strerror or error}",
+                place=str(path),
+                remedy="free disk space or mend the permissions, then publish again",
+            ) from error
         return chunk
-
-
-@contextmanager
-def new_chunks(folder: Path, chunk_bytes: int) -> Iterator[ChunkWriter]:
-    """Yield a writer; if the block fails, remove its new chunks, so that a full disk recovers."""
-    writer = ChunkWriter(folder, chunk_bytes)
-    try:
-        yield writer
-    except BaseException:
-        for path in writer.new:
-            path.unlink(missing_ok=True)
-        raise
 
 
 class ProvenChunks:
@@ -253,30 +255,6 @@ def _pieces(source: Path | memoryview, size: int) -> Iterator[bytes | memoryview
     with source.open("rb") as file:
         while data := file.read(size):
             yield data
-
-
-def _holds(path: Path, data: bytes | memoryview) -> bool:
-    try:
-        with path.open("rb") as file:
-            # A memoryview compares element by element, which is slow: compare bytes.
-            return os.fstat(file.fileno()).st_size == len(data) and file.read() == bytes(data)
-    except FileNotFoundError:
-        return False
-
-
-def _write(path: Path, data: bytes | memoryview) -> None:
-    temporary = temporary_name(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
-        temporary.rename(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(
-            f"cannot store a chunk: {error.strerror or error}",
-            place=str(path),
-            remedy="free disk space or mend the permissions, then publish again",
-        ) from error
 
 
 PARTIAL = ".partial-"

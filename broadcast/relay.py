@@ -307,7 +307,9 @@ class Mirror(ServedRun):
         """
         version, started = manifest.version, time.monotonic()
         try:
-            chunks = light(manifest)
+            # First the delta, and the files that hold no tensors.
+            small = [info for name, info in manifest.objects.items() if name not in manifest.files]
+            chunks = list(distinct_chunks([*manifest.delta.values(), *small]).values())
             self._relay_store.check_fits(version, chunks)
             await self._transfers.bring(chunks)
             chunks = list(manifest.chunks().values())
@@ -340,12 +342,6 @@ class Mirror(ServedRun):
         """Log an error unless it was logged recently."""
         if self._logged.is_new(str(error)):
             self._log.warning("%s", error)
-
-
-def light(manifest: WeightsManifest) -> list[Chunk]:
-    """Return the chunks to fetch first: the delta, and the files that hold no tensors."""
-    small = [info for name, info in manifest.objects.items() if name not in manifest.files]
-    return list(distinct_chunks([*manifest.delta.values(), *small]).values())
 
 
 def to_rebuild(manifest: WeightsManifest) -> list[Chunk]:

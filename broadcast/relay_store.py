@@ -79,21 +79,6 @@ class Pins:
                 path.unlink(missing_ok=True)
 
 
-def owners(manifests: Iterable[WeightsManifest]) -> dict[str, int]:
-    """Return the version of each chunk that belongs to one version only.
-
-    A request for such a chunk shows which version its client reads. Shared chunks do not.
-    """
-    owner: dict[str, int] = {}
-    shared = set()
-    for manifest in manifests:
-        for digest in manifest.chunks():
-            if digest in owner:
-                shared.add(digest)
-            owner[digest] = manifest.version
-    return {digest: version for digest, version in owner.items() if digest not in shared}
-
-
 def versions_to_keep(
     needs: Mapping[int, int | None],
     newest: int,
@@ -151,6 +136,7 @@ class StoredVersions:
         self.known: dict[str, tuple[Chunk, int]] = {}
         """Each chunk of the manifests by digest, and the newest version that needs it."""
         self._owners: dict[str, int] = {}
+        """The version of each chunk that one version alone has: its readers read that version."""
         self._parsed: dict[int, tuple[Identity, WeightsManifest | None]] = {}
         self._looked_at = -math.inf
         self._looking = asyncio.Lock()
@@ -201,13 +187,15 @@ class StoredVersions:
             self._index()
 
     def _index(self) -> None:
-        ascending = [self.manifests[version] for version in sorted(self.manifests)]
-        self._owners = owners(ascending)
-        self.known = {
-            digest: (chunk, manifest.version)
-            for manifest in ascending
-            for digest, chunk in manifest.chunks().items()
-        }
+        known: dict[str, tuple[Chunk, int]] = {}
+        shared = set()
+        for version in sorted(self.manifests):
+            for digest, chunk in self.manifests[version].chunks().items():
+                if digest in known:
+                    shared.add(digest)
+                known[digest] = (chunk, version)
+        self.known = known
+        self._owners = {d: version for d, (_, version) in known.items() if d not in shared}
 
 
 class RelayStore(StoredVersions):

@@ -37,7 +37,7 @@ from broadcast.admission import (
 )
 from broadcast.answers import IMMUTABLE, REVALIDATE, FileAnswers, Kind, ServedRun, not_modified
 from broadcast.layout import RUN
-from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest
+from broadcast.manifest import ObjectInfo, WeightsManifest
 from runspec.core.canonical import digest_bytes
 from runspec.core.connection_limits import ConnectionLimits, connection_of, possible_connections
 from runspec.core.errors import UserError
@@ -120,10 +120,11 @@ def build_app(
     async def shard(request: web.Request) -> web.StreamResponse:
         run, version = run_of(request), int(request.match_info["version"])
         held = (await run.held.current()).get(version)
-        chunk = shardcast_shard(held, int(request.match_info["number"])) if held else None
-        if chunk is None:
+        weights, number = held and _shardcast_weights(held), int(request.match_info["number"])
+        if not weights or not 1 <= number <= len(weights.chunks):
             raise web.HTTPNotFound(text="not here\n")
-        return await send(request, await run.chunk(chunk.blake3), _SHARD, chunk.blake3)
+        digest = weights.chunks[number - 1].blake3
+        return await send(request, await run.chunk(digest), _SHARD, digest)
 
     async def probe(request: web.Request) -> web.StreamResponse:
         return web.Response(body=_SHARDCAST_PROBE, headers={"Cache-Control": "no-store"})
@@ -163,12 +164,6 @@ def shardcast_distribution(manifests: Mapping[int, WeightsManifest]) -> str:
         for version, manifest in sorted(manifests.items())
         if (weights := _shardcast_weights(manifest)) is not None
     )
-
-
-def shardcast_shard(manifest: WeightsManifest, number: int) -> Chunk | None:
-    """Return the chunk that is shard `number` (from 1) of a version; None if there is none."""
-    weights = _shardcast_weights(manifest)
-    return weights.chunks[number - 1] if weights and 1 <= number <= len(weights.chunks) else None
 
 
 def _shardcast_weights(manifest: WeightsManifest) -> ObjectInfo | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from broadcast import layout
-from broadcast.disk import ChunkWriter, Identity, identity, new_chunks
+from broadcast.disk import ChunkWriter, Identity, identity
 from broadcast.layout import check_newest, locked, signers_of
 from broadcast.manifest import (
     FILE_NAME,
@@ -107,7 +107,14 @@ def publish(
     with _writing(store, run, roles, chunk_bytes) as chunks:
         if base is not None:
             _check_base(store, run, base, version, files, publishers)
-        _check_number(store, run, version)
+        newest, path = newest_version(store, run=run), store / layout.manifest_name(run, version)
+        if newest is not None and version <= newest and not path.exists():
+            raise UserError(
+                f"version {version} is gone, and its number may have been published: "
+                f"the newest is {newest}",
+                place=str(path),
+                remedy=f"a version number is published once: publish as {newest + 1} or later",
+            )
         objects = {
             path.name: chunks.add(path)
             for path in _files(directory)
@@ -208,8 +215,13 @@ def _writing(store: Path, run: str, roles: bytes, chunk_bytes: int) -> Iterator[
         check_newest(store / layout.roles_name(run), roles)
         chunks = store / layout.chunks_name(run)
         remove_leftovers(chunks)
-        with new_chunks(chunks, chunk_bytes) as writer:
+        writer = ChunkWriter(chunks, chunk_bytes)
+        try:
             yield writer
+        except BaseException:  # so that a full disk recovers
+            for path in writer.new:
+                path.unlink(missing_ok=True)
+            raise
 
 
 def newest_version(store: Path, *, run: str) -> int | None:
@@ -292,17 +304,6 @@ def _check_base(
             said,
             place=str(path),
             remedy="name a base that is in the store, or publish an anchor (without --base)",
-        )
-
-
-def _check_number(store: Path, run: str, version: int) -> None:
-    newest, manifest = newest_version(store, run=run), store / layout.manifest_name(run, version)
-    if newest is not None and version <= newest and not manifest.exists():
-        raise UserError(
-            f"version {version} is gone, and its number may have been published: "
-            f"the newest is {newest}",
-            place=str(manifest),
-            remedy=f"a version number is published once: publish as {newest + 1} or later",
         )
 
 
