@@ -29,7 +29,7 @@ from runspec.core.errors import UserError, describe_error
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import load_resolved
-from runspec.core.schema.role_names import role_names
+from runspec.core.schema import role_names
 from runspec.core.schema.samplers import SamplerPool
 from runspec.core.signed import SigningKey
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge.model_files import TOKENIZER_NAMES
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import FILE_NAME, MAX_BYTES, WeightsManifest, open_manifest
 from broadcast.store import TENSORS_NAME
