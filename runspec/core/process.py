@@ -27,9 +27,8 @@ from runspec.core.address import parse_address
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError, describe_error
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.schema import RunSpec
+from runspec.core.schema import RunSpec, role_names
 from runspec.core.schema.load import load_resolved
-from runspec.core.schema import role_names
 from runspec.core.schema.samplers import SamplerPool
 from runspec.core.signed import SigningKey
 
