@@ -41,6 +41,7 @@ from runspec.local.dashboard.rollouts import Rollouts
 from runspec.local.dashboard.source import FolderSource
 from runspec.local.model_folders import published_version
 from tests.attacks.strange import Refusing, judge
+from tests.harness import HANG_S
 from tests.runspec.cli.published import publish_run
 from tests.runspec.local.dashboard.made_run import MadeRun, Page, bytes_tokenizer
 from tests.runspec.local.fake_run import small_spec
@@ -245,8 +246,12 @@ class TestPagesOfWhatStrangersSent:
             costs.append(counting.tokens)
         assert costs[1] < 2.1 * costs[0] < 100_000
 
-    def test_a_group_that_does_not_fit_is_left_out_alone(self, tmp_path: Path) -> None:
-        # given a rejected group that is too large for the page, which rejected ones come first in
+    def test_a_group_that_does_not_fit_is_left_out_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # given a rejected group that is too large for the page, which rejected ones come first in,
+        # and a machine that may be slow
+        monkeypatch.setattr("runspec.local.dashboard.page.MAX_DECODING_S", HANG_S)
         run = MadeRun(tmp_path, say=lambda step, group, n: "x" * (300_000 if step == 4 else 5))
         run.add_steps(6)
         view = PageData(FolderSource(run.dir))

@@ -245,8 +245,9 @@ def gsm8k(folder: Path, size: Size = GSM8K_SIZE) -> dict[str, object]:
         open_corpus(each, folder / "gsm8k", folder / "cache", LOG) for each in (spec, test)
     )
     count = sum(map(len, answers["test"]))
-    if held_out.totals.documents != len(answers["test"]):
-        raise RuntimeError(f"{held_out.totals.documents} of {len(answers['test'])} answers are scored")
+    scored = held_out.totals.documents
+    if scored != len(answers["test"]):
+        raise RuntimeError(f"{scored} of {len(answers['test'])} answers are scored")
     bits, seconds, parameters = trained_bits(spec, corpus, held_out.read(0, held_out.rows))
     fivegram = NGram.fitted(answers["train"]).bits_per_byte(answers["test"])
     figures = {
