@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 
@@ -22,7 +23,11 @@ from runspec.core.schema import Broadcast, Verify
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").rglob("README.md")),
+]
 COMMAND = re.compile(r"^ *(?:\$ )?((?:[A-Z_]+=\S+ )*)(python -m|runspec|make) (.+)$")
 
 
@@ -48,7 +53,10 @@ def help_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         assert result.exit_code == 0, result.output
         return re.sub(r"\x1b\[[0-9;]*m", "", result.output)
     package = words[2]
-    main = import_module(f"{package}.__main__").main
+    found = find_spec(package)
+    assert found is not None, package
+    folder = found.submodule_search_locations is not None
+    main = import_module(f"{package}.__main__" if folder else package).main
     with pytest.raises(SystemExit) as stopped:
         main([*takewhile(lambda word: not word.startswith("-"), words[3:]), "--help"])
     assert stopped.value.code == 0

@@ -13,7 +13,7 @@ from runspec.core import entry_points
 from tests.volunteer import ROOT, environment_with_wheel
 
 BARE = re.compile(
-    r"""(?:pip|uv|pipx)\s+(?:tool\s+)?install\b[^\n]*?['"\s](runspec[\w-]*)(?![\w./*-])"""
+    r"""(?:pip|uv|pipx)\s+(?:tool\s+)?install\b[^\n]*?['" ](runspec[\w-]*)(?![\w./*-])"""
 )
 TEXTS = ("*.py", "*.md", "*.yaml", "*.toml", "Makefile", "requirements/*.txt")
 

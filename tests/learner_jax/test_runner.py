@@ -221,7 +221,7 @@ main(["learner", folder])
     ("call", "states"),
     [
         # while its second full state is written: arrays are there, their digests are not
-        (("learner_jax.checkpoint", "file_digests", "2"), [2]),
+        (("runspec.core.run_files", "file_digests", "2"), [2]),
         # in the middle of a step; and between a full state and the version after it
         pytest.param(("learner_jax.training", "step_numbers", "2"), [], marks=pytest.mark.nightly),
         pytest.param(("learner_jax.versions", "save_params", "4"), [2], marks=pytest.mark.nightly),

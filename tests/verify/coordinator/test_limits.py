@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from benchmarks.delta_codec import limits
 from runspec.cli import app
 from runspec.core.address import parse_join_link
 from runspec.core.canonical import canonical_json
@@ -30,6 +29,7 @@ from tests.verify.coordinator.filled import Filled, context_of, key, roles_of
 from tests.verify.coordinator.over_http import check, granted, post, sample, status
 from tests.waiting import eventually
 from verify.audit.replay import audit
+from verify.coordinator import authentication
 from verify.coordinator.authentication import AT_ONCE, RATES, Limiter, Name, Rate, networks
 from verify.coordinator.handlers.leasing import Leasing
 from verify.coordinator.machine import events
@@ -213,7 +213,7 @@ def test_of_one_address_so_many_a_day_and_no_more_for_ever() -> None:
 
 
 def test_keys_that_never_worked_are_bounded_and_work_makes_room(monkeypatch) -> None:
-    monkeypatch.setattr(limits, "MAX_UNPROVEN", 3)
+    monkeypatch.setattr(authentication, "MAX_UNPROVEN", 3)
     run = Filled()
     keys = Registering(run)
     run.publish(0)
