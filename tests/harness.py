@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,18 @@ SMALL: Mapping[str, Any] = {
     "evaluations": "null",
 }
 """The laptop profile, cut down until a run takes seconds once its engines are up."""
+
+
+_holders: list[socket.socket] = []
+
+
+def free_port() -> int:
+    """A port for servers, which no other process gets: it stays bound here, without listening."""
+    _holders.append(holder := socket.socket())
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers set it
+    holder.bind(("127.0.0.1", 0))
+    port: int = holder.getsockname()[1]
+    return port
 
 
 def runspec(*arguments: str | Path, timeout_s: float = HANG_S) -> subprocess.CompletedProcess[str]:

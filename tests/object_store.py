@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tests.harness import free_port
 from tests.waiting import eventually
 
 BUCKET = "runs"
@@ -17,9 +18,7 @@ BUCKET = "runs"
 @contextmanager
 def s3_server() -> Iterator[dict[str, str]]:
     """Starts a server with an empty bucket; yields the environment of its clients."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     serve = "from moto.server import main; main()"
     command = [sys.executable, "-c", serve, "-H", "127.0.0.1", "-p", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

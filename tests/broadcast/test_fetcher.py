@@ -51,10 +51,11 @@ CASES = [
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow server is left soon, and for no other reason than that another one is faster."""
-    monkeypatch.setattr("broadcast.fetcher.SLOW_AFTER_S", 0.3)  # a manifest's
-    monkeypatch.setattr("broadcast.upstreams.SLOW_AFTER_S", 0.3)
+def impatient(monkeypatch: pytest.MonkeyPatch, lie: Answer) -> None:
+    """A lasting lie is left soon, and only because another server is faster; else none is slow."""
+    slow_after_s = 0.3 if lie in LASTING else PATIENCE_S
+    monkeypatch.setattr("broadcast.fetcher.SLOW_AFTER_S", slow_after_s)  # a manifest's
+    monkeypatch.setattr("broadcast.upstreams.SLOW_AFTER_S", slow_after_s)
     monkeypatch.setattr("broadcast.transport._LOOK_EVERY_S", 0.02)
     monkeypatch.setattr("broadcast.fetcher._SMALL_TIMEOUT_S", PATIENCE_S)
     monkeypatch.setattr("broadcast.fetcher.chunk_timeout_s", lambda size: PATIENCE_S)
@@ -87,12 +88,13 @@ def test_a_liar_is_named_and_an_honest_server_makes_good(run, what, lie, caplog)
     assert newest(both).manifest_digest == digest
     assert fetched(both, digest=digest) == weights()
     blamed = [line for line in warned(caplog) if "http://" in line]
-    assert not any(line.startswith(server.url) for line in blamed)
+    # (beside a lasting lie, an honest server on a busy machine may count as slow too)
+    wrong = f"{server.url} sent something wrong" if lie in LASTING else server.url
+    assert not any(line.startswith(wrong) for line in blamed)
     if what == "/chunks/":
-        assert any(line.startswith(liar.url) and ", chunk " in line for line in blamed)
-        assert server.asked() <= len(run.chunks())
-        slow = lie in LASTING and any(" so far" in line for line in blamed)
-        assert slow == (lie in (lies.silent, lies.endless_head, lies.endless_drip))
+        about = [line for line in blamed if line.startswith(liar.url) and ", chunk " in line]
+        assert about and any(" so far" in line for line in about) == (lie in LASTING)
+        assert lie in LASTING or server.asked() <= len(run.chunks())
     # and once it is honest, whoever knew only the liar goes on
     liar.answer(what, lies.honest)
     assert fetched(alone) == weights()

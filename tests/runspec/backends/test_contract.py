@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from runspec.core.errors import UserError
 from runspec.local.backend import STARTING, Backend, LocalProcesses, Processes, backend
 from runspec.local.processes import RoleSpec
 from tests.examples.installed import installed_paths
+from tests.harness import free_port
 from tests.runspec.local.fake_run import prepared, small_spec
 from tests.waiting import eventually
 
@@ -61,8 +61,7 @@ def processes(
 @pytest.fixture
 def role() -> RoleSpec:
     """A role that logs a line and serves on a port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = int(free.getsockname()[1])
+    port = free_port()
     command = (sys.executable, "-c", SERVES, str(port))
     return RoleSpec("server", command, {"ROLE": "mine"}, listen=("127.0.0.1", port))
 

@@ -8,10 +8,12 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,14 +47,16 @@ def status(runs_dir: Path) -> dict[str, Any]:
     return found
 
 
-def pauses(patch: pytest.MonkeyPatch, *happens: Callable[[], object]) -> None:
-    """At a command's next pauses something happens, and Ctrl-C comes after that."""
+def pauses(patch: pytest.MonkeyPatch, command: str, *happens: Callable[[], object]) -> None:
+    """At the next pauses of a command's module something happens, and Ctrl-C comes after that."""
 
     def interrupted() -> None:
         raise KeyboardInterrupt
 
     actions = iter([*happens, interrupted])
-    patch.setattr("time.sleep", lambda seconds: next(actions)())
+    # Its own pauses only: other threads, and whoever waits for a lock, sleep as ever.
+    clock = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: next(actions)()})
+    patch.setattr(f"runspec.cli.{command}.time", clock)
 
 
 @contextmanager
@@ -121,7 +125,7 @@ def test_a_run_that_loads_is_watched_killed_and_deleted(tmp_path, capfd):
         assert status(tmp_path)["roles"]["loading"]["stage"] == "loading vLLM"
         assert "starting" in of(tmp_path, "logs", "--role", "worker").stdout
         with pytest.MonkeyPatch.context() as patch:
-            pauses(patch, lambda: None)
+            pauses(patch, "status", lambda: None)
             with pytest.raises(KeyboardInterrupt):
                 status_command("small", watch=True, runs_dir=tmp_path)
         assert capfd.readouterr().out.count("running, loading vLLM") == 2
@@ -160,7 +164,7 @@ def test_events_and_logs_are_followed_as_they_come(finished, monkeypatch):
         with closing(RunState(finished / "small")) as state:
             state.add_event("run", "one more")
 
-    pauses(monkeypatch, add_event)
+    pauses(monkeypatch, "runs", add_event)
     events = [
         json.loads(line) for line in of(finished, "events", "-f", "--json").stdout.split("\n")[:-1]
     ]
@@ -170,7 +174,7 @@ def test_events_and_logs_are_followed_as_they_come(finished, monkeypatch):
     # and so is a line of a log
     log = finished / "small" / "logs" / "late.log"
     log.write_text("one\n")
-    pauses(monkeypatch, lambda: log.write_text("one\ntwo\n"))
+    pauses(monkeypatch, "runs", lambda: log.write_text("one\ntwo\n"))
     assert of(finished, "logs", "--role", "late", "-f").stdout == "one\ntwo\n"
 
 

@@ -22,11 +22,11 @@ import psutil
 import pytest
 
 from runspec.cli.follow import serve_command
-from runspec.cli.serve import HOST, await_server, free_port
+from runspec.cli.serve import HOST, await_server
 from runspec.core.run_files import weights_folder
 from runspec.local.endpoints import port_answers
 from sampler.tasks.traces import build_warm_start_data
-from tests.harness import ROOT
+from tests.harness import ROOT, free_port
 from tests.preloaded import Program
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.cli.published import RUN, first_versions, publish_again, publish_run

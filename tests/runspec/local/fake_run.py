@@ -70,7 +70,9 @@ def role(behaviour: str, run_dir: Path, *arguments: str, name: str | None = None
         command,
         {"PYTHONPATH": str(ROOT)},
         policy=RestartPolicy(
-            ends_run=behaviour in ("learner", "warm_start"), ends_when_sampled=behaviour == "worker"
+            ends_run=behaviour in ("learner", "warm_start"),
+            ends_when_sampled=behaviour == "worker",
+            server=behaviour == "server",
         ),
     )
 

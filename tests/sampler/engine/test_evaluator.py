@@ -23,10 +23,10 @@ from runspec.lint.check import check_spec
 from runspec.local.identity import make_identity
 from sampler.evaluation.ask import figures
 from sampler.tasks.traces import build_warm_start_data
+from tests.harness import free_port
 from tests.preloaded import ROLE, Program
 from tests.role_folder import write_folder
 from tests.sampler.engine.models import save_version
-from tests.sampler.worker.works import free_port
 from tests.waiting import eventually
 from verify.formats.documents import Evaluated, open_evaluation, read_evaluations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -29,7 +28,6 @@ from verify.toploc.codec import select, split
 
 LOG = logging.getLogger("worker")
 LENGTH = 8
-_holders: list[socket.socket] = []
 LONG_S = 600.0
 """Longer than anything takes that is to end by itself."""
 
@@ -258,12 +256,3 @@ def site_of(folder: Path, spec: RunSpec) -> Iterator[Works]:
         finally:
             for member in works.members:
                 member.leave()
-
-
-def free_port() -> int:
-    """A port for servers, which no other process gets: it stays bound here, without listening."""
-    _holders.append(holder := socket.socket())
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers set it
-    holder.bind(("127.0.0.1", 0))
-    port: int = holder.getsockname()[1]
-    return port
