@@ -127,7 +127,7 @@ def _position(path: Path, run_dir: Path, run: str) -> Position:
         if same and sent.items() <= finished.items():
             return position
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    record = f"{run}-{stamp}-{secrets.token_hex(2)}"
+    record = f"{run}-{stamp}-{secrets.token_hex(4)}"
     return {"record": record, "number": 0, "step": -1, "row": "", "samples": -1}
 
 

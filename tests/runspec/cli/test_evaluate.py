@@ -76,7 +76,7 @@ def problems_of(spec: RunSpec, suite: str) -> ProblemSource:
 
 @pytest.fixture(scope="module")
 def graders():
-    with closing(Graders([reward("math"), reward("code")])) as made:
+    with closing(Graders([reward("math", timeout="10m"), reward("code", timeout="10m")])) as made:
         yield made
 
 

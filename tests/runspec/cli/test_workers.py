@@ -157,6 +157,7 @@ def test_a_volunteer_is_not_stopped_by_what_a_coordinator_answers(answer, monkey
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setattr("runspec.cli.workers.REQUEST_TIMEOUT_S", 600.0)
     site = Site(tmp_path, tiny_spec())
     site.publish(0)
     with site.origin():

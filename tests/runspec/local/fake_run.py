@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 from runspec.cli.apply import PlainView
 from runspec.core.errors import UserError
@@ -16,6 +18,7 @@ from runspec.core.schema import RunSpec
 from runspec.core.schema.load import SpecFiles
 from runspec.core.signed import SigningKey
 from runspec.lint.check import check_spec
+from runspec.local import endpoints
 from runspec.local.apply import drive
 from runspec.local.backend import StopSignals
 from runspec.local.fleet import Outcome, RestartPolicy
@@ -59,8 +62,13 @@ def store(run_dir: Path, *results: Evaluated) -> None:
         write_atomic(path, sign_evaluation(result, key))
 
 
-def prepared(spec: RunSpec, runs_dir: Path) -> AbstractContextManager[PreparedRun]:
-    return prepare_run(make_plan(spec, run_directory(spec, runs_dir)))
+@contextmanager
+def prepared(spec: RunSpec, runs_dir: Path) -> Iterator[PreparedRun]:
+    """A run on ports that no run of another process of tests draws."""
+    first = 12_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    plan = make_plan(spec, run_directory(spec, runs_dir))
+    with patch.object(endpoints, "PORTS", range(first, first + 1000)), prepare_run(plan) as run:
+        yield run
 
 
 def role(behaviour: str, run_dir: Path, *arguments: str, name: str | None = None) -> RoleSpec:

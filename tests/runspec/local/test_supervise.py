@@ -227,8 +227,14 @@ def test_after_a_killed_supervisor_nothing_is_left_and_the_run_goes_on(
     log = run_dir / "logs" / "stubborn.log"
     eventually(lambda: log.exists() and "ignoring" in log.read_text(), "the stubborn role")
     eventually((run_dir / "metrics.jsonl").exists, "a first step")
-    with closing(RunState(run_dir)) as state:
-        roles = {role.name: role for role in state.roles()}
+    roles = {}
+
+    def all_run() -> bool:
+        with closing(RunState(run_dir)) as state:
+            roles.update((role.name, role) for role in state.roles())
+        return [role.state for role in roles.values()] == ["running"] * 4
+
+    eventually(all_run, "the supervisor's word that all run")
     endpoints = load_endpoints(run_dir)
     held_by = f"held by process {supervisor.pid} on"
     with pytest.raises(RunLocked, match=held_by), prepared(small_spec(steps=5), tmp_path):
@@ -245,7 +251,7 @@ def test_after_a_killed_supervisor_nothing_is_left_and_the_run_goes_on(
     # then its lock is no obstacle, the leftover is ended, and the run reaches its end
     monkeypatch.setattr(backend, "LEFTOVER_TIMEOUT_S", 0.5)
     with prepared(small_spec(steps=5), tmp_path) as run:
-        assert birth(roles["stubborn"].pid) is None
+        eventually(lambda: birth(roles["stubborn"].pid) is None, "the end of the leftover")
         outcome = drive_roles(run, usual_roles(run), Watch())
     # on the same endpoints, every step trained once
     assert outcome.kind == "finished"
@@ -385,9 +391,11 @@ def apply(runs_dir: Path, *overrides: str) -> int:
 
 
 def test_apply_hands_hot_and_rolling_changes_to_a_live_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results: list[Future[int]] = []
+    looks, request = list[int](), RunState.request
+    monkeypatch.setattr(RunState, "request", lambda *of: looks.append(of[1]) or request(*of))
 
     def ask() -> int:
         # when an `apply` changes what needs a stop, then that is left to whoever pauses
@@ -402,6 +410,9 @@ def test_apply_hands_hot_and_rolling_changes_to_a_live_run(
         everyone_runs = {role.state for role in watch.roles.values()} == {"running"}
         if not results and len(watch.rows) >= 2 and everyone_runs:
             results.append(pool.submit(ask))
+        if watch.roles["coordinator"].state == "renewing":  # until whoever asked has been told so
+            enough = len(looks) + 2
+            eventually(lambda: len(looks) >= enough, "two looks of whoever asked")
 
     # given roles under the names that a real run has
     watch = Watch(ask_once)

@@ -141,6 +141,13 @@ def test_a_section_is_sent_again_only_once_it_changed(run: MadeRun) -> None:
     assert "state.db" in view.trouble and len(answer(view)["rollouts"]["rows"]) == 88
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export has all the time that it needs."""
+    monkeypatch.setattr("runspec.local.dashboard.page.MAX_DECODING_S", 600.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_page_fetches_nothing_runs_its_own_scripts_alone_and_holds_text_as_data(
     ten: MadeRun,
 ) -> None:
@@ -162,6 +169,7 @@ def test_a_page_fetches_nothing_runs_its_own_scripts_alone_and_holds_text_as_dat
     assert Page(live_page(["small"])).data == {"live": True, "names": ["small"]}
 
 
+@pytest.mark.usefixtures("patient")
 def test_an_export_leaves_out_what_does_not_fit_and_says_so(ten: MadeRun) -> None:
     view = view_of(FolderSource(ten.dir))
     whole = Page(exported_page([view])).data["runs"][0]["rollouts"][1]
@@ -213,8 +221,9 @@ async def test_only_this_machine_or_who_has_the_token_may_read(
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A live coordinator with one rejected and one accepted submission, and two trained steps."""
+    monkeypatch.setattr("runspec.local.dashboard.source.DEADLINE_S", 600.0)
     site = Site(tmp_path, tiny_spec())
     site.publish(0)
     folder = initial_model(site.run_dir)
