@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from runspec.core.errors import UserError
 from runspec.core.roles import sign_roles
 from runspec.core.signed import SigningKey
 from tests.broadcast.conftest import Served
-from tests.broadcast.fake_relay import FakeRelay, Request, head, held_until
+from tests.broadcast.fake_relay import FakeRelay, endless_drip, held_until
 from tests.waiting import eventually
 from verify.formats.batch import Contribution, StoredOuter
 
@@ -34,8 +36,7 @@ SIZE = 10_000
 WAIT_S = 600.0
 """A deadline that is not reached."""
 FAILS_S = 2.0
-"""A deadline that is reached: long enough for one try."""
-SILENCE_S = 5.0
+"""A deadline that is reached: mostly long enough for one try."""
 
 
 def share_of(seed: int) -> bytes:
@@ -158,37 +159,39 @@ def test_what_no_island_signed_is_not_believed(islands):
     # when its roles are the run's, or of a root that nobody pinned, then nothing is fetched
     served.write_bytes(good)
     fetcher = islands.fetcher()
-    with pytest.raises(UserError, match="which may not sign it"):
-        fetcher.fetch_shares(4, [share], FAILS_S)
+
+    def refused() -> str:
+        with pytest.raises(UserError, match="did not arrive") as caught:
+            fetcher.fetch_shares(4, [share], FAILS_S)
+        return str(caught.value)
+
+    eventually(lambda: "which may not sign it" in refused(), "a try that ends in time")
     assert fetcher.received_from("a") == 0
     islands.root = SigningKey.generate()
     served.write_bytes(islands.sign_roles(islands.keys))
-    with pytest.raises(UserError, match="did not arrive"):
-        fetcher.fetch_shares(4, [share], FAILS_S)
-
-
-def slowly(request: Request) -> None:
-    """A chunk in ten pieces."""
-    truth = request.truth or b""
-    request.write(head("200 OK", len(truth)))
-    for begin in range(0, len(truth), 100):
-        request.stopping.wait(0.1)
-        request.write(truth[begin : begin + 100])
+    refused()
 
 
 def test_an_island_of_which_nothing_arrives_is_named(islands, monkeypatch):
-    monkeypatch.setattr("learner_jax.islands.shares._LISTEN_EVERY_S", 0.02)
     # given a share that comes drop by drop, and one whose server does not answer
-    server, silent = islands.fake("a"), islands.fake("b")
+    server, silent, fetcher = islands.fake("a"), islands.fake("b"), islands.fetcher()
     shares = [islands.offered("a", server.url), islands.offered("b", silent.url)]
-    server.answer("/chunks/", slowly)
+    server.answer("/chunks/", endless_drip)
     silent.answer("/chunks/", held_until(threading.Event()))
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+
+    def look(fetching: Any, *_: Any, **__: Any) -> Any:
+        """Bytes of `a` arrive before the first look, and 4 s pass before each."""
+        clock.now += 4.0
+        eventually(lambda: fetcher.received_from("a"), "bytes")
+        return wait(fetching, 0)
+
+    monkeypatch.setattr("learner_jax.islands.shares.time", clock)
+    monkeypatch.setattr("learner_jax.islands.shares.wait", look)
     # then the first is waited for, and the second is told apart
     with pytest.raises(Silent, match="island b") as caught:
-        islands.fetcher().fetch_shares(4, shares, WAIT_S, SILENCE_S)
+        fetcher.fetch_shares(4, shares, WAIT_S, 5.0)
     assert caught.value.island == "b"
-    (found,) = islands.fetcher("more").fetch_shares(4, shares[:1], WAIT_S, SILENCE_S)
-    assert found.tobytes() == share_of(0)
 
 
 def test_waits_are_reported_and_can_be_cancelled(islands, caplog, monkeypatch):
@@ -200,6 +203,7 @@ def test_waits_are_reported_and_can_be_cancelled(islands, caplog, monkeypatch):
     with caplog.at_level(logging.INFO), ThreadPoolExecutor(1) as thread:
         fetching = thread.submit(fetcher.fetch_shares, 4, [share], WAIT_S)
         eventually(lambda: f"for the shares of b ({server.url})" in caplog.text, "a report")
+        eventually(server.asked, "a request")  # there is nothing to cancel before
         fetcher.cancel()
         with pytest.raises(CancelledError):
             fetching.result()

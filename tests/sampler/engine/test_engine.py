@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from sampler.engine.engine import Engine
 from sampler.engine.engine_client import EngineClient, Slots, Submission
 from sampler.engine.engine_process import EngineDied
 from sampler.engine.requests import GenerationAborted, Recorded
+from tests.harness import standing_still
 from tests.sampler.engine.models import (
     MAX_MODEL_LEN,
     MAX_NEW_TOKENS,
@@ -71,12 +73,14 @@ def test_abort_fails_what_was_submitted_and_frees_its_slots(engine):
     expected = tokens_of(engine, batch())
     for _ in range(2):
         # given every slot taken, and more waiting
-        futures = [engine.submit(batch(20, 8)), engine.submit(batch(20, 8))]
-        # when all is aborted, then each future says so
-        engine.abort()
-        for future in futures:
-            with pytest.raises(GenerationAborted):
-                future.result(WAIT_S)
+        with ThreadPoolExecutor(1) as threads, standing_still(*engine.pids):
+            futures = [engine.submit(batch(20, 8)), engine.submit(batch(20, 8))]
+            # when all is aborted, then each future says so
+            aborting = threads.submit(engine.abort)
+            for future in futures:
+                with pytest.raises(GenerationAborted):
+                    future.result(WAIT_S)
+        aborting.result()
         assert engine.running == 0
     # and what is sampled in the same slots is as it was
     assert tokens_of(engine, batch()) == expected

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 PROBLEMS, SAMPLES, STEPS = 20, 2, 2
 OVERRIDES = (
-    *("name=evaluated", f"steps={STEPS}", "estimate=null"),
+    *("name=evaluated", f"steps={STEPS}", "estimate=null", "reward.spelling.timeout=10m"),
     f"evaluations=[{{name: held-out, every: 1, problems: {PROBLEMS}, samples: {SAMPLES}}}]",
 )
 

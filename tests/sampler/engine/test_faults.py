@@ -58,11 +58,11 @@ def sockets(monkeypatch):
 def test_a_core_that_dies_or_hangs_fails_what_is_under_way_and_a_load_starts_another(
     engine, untied, monkeypatch, fault
 ):
-    # given an engine, and a core that stops answering before it is given work, or dies at work
+    # given an engine, and a core that stops answering before it is given work, and may then die
     expected = tokens_of(engine, batch())
     [core] = engine.pids
+    os.kill(core, signal.SIGSTOP)
     if fault == "hangs":
-        os.kill(core, signal.SIGSTOP)
         monkeypatch.setattr(engine_process, "ASK_S", 0.01)
         monkeypatch.setattr(engine_process, "SILENCE_S", 0.25)
     futures = [engine.submit(batch(16, 16)), engine.submit(batch(2, 2))]
@@ -110,7 +110,8 @@ def test_a_core_that_is_slow_but_answers_is_left_alone(engine, monkeypatch):
 
 
 def test_closing_ends_every_process_fails_what_is_under_way_and_leaves_no_sockets(untied, sockets):
-    # given an engine at work, whose processes talk through sockets in a folder of their own
+    # given an engine at work, whose processes talk through sockets in a folder of their own; the
+    # core stands still, so that the work does not end before
     threads, before = _threads_of_engines(), set(descendants())
     with closing(Engine(cpu_pool())) as engine:
         engine.load(untied, 0)
@@ -118,6 +119,7 @@ def test_closing_ends_every_process_fails_what_is_under_way_and_leaves_no_socket
         [folder] = sockets.iterdir()
         assert any(path.is_socket() for path in folder.iterdir())
         assert folder.stat().st_mode & 0o077 == 0
+        os.kill(core, signal.SIGSTOP)
         future = engine.submit(batch(16, 16))
         # when it is closed
         engine.close()

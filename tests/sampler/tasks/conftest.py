@@ -15,7 +15,7 @@ from sampler.tasks.traces import WarmStartTraces, build_warm_start_data
 SPECS = Path(__file__).parents[3] / "specs"
 
 
-NUMBERS = ("reward.length.alpha=0.05", "warm_start.obey_share=0.3")
+NUMBERS = ("reward.length.alpha=0.05", "reward.spelling.timeout=10m", "warm_start.obey_share=0.3")
 """What the tests' own numbers speak of, whatever the profile is tuned to."""
 
 

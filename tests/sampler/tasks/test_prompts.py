@@ -276,7 +276,7 @@ def test_a_model_gains_nothing_by_ending_its_thinking_twice(task):
         for first, then in ((bad, good), (good, bad))
     ]
     kinds = ("reasoning_gym", "math", "code")
-    rewards = [Reward.model_validate({"name": kind, "kind": kind}) for kind in kinds]
+    rewards = [Reward.model_validate({"name": k, "kind": k, "timeout": "10m"}) for k in kinds]
     # when they are graded
     with closing(Graders(rewards, processes=1)) as graders:
         results = graders.score(twice)

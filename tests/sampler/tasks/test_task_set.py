@@ -105,7 +105,7 @@ def test_a_grade_in_which_time_has_a_say_is_marked(task, tmp_path, tokenizer, to
     path = write_jsonl(tmp_path / "rows.jsonl", [row])
     spec = laptop_spec(
         f"data.sources={{spell_backward: null, rows: {{kind: jsonl, uri: {path}}}}}",
-        "reward={spelling: null, math: {kind: math}}",
+        "reward={spelling: null, math: {kind: math, timeout: 10m}}",
     )
     with closing(build_task_set(spec, tokenizer_dir)) as mixed:
         # then its grade says that it may differ elsewhere; the generator's may not
@@ -431,7 +431,7 @@ def spec_of(folder: Path, rows: list[Row], *overrides: str) -> RunSpec:
     path = write_jsonl(folder / "rows.jsonl", rows)
     return laptop_spec(
         f"data.sources={{spell_backward: null, words: {{kind: jsonl, uri: {path}}}}}",
-        "reward={spelling: null, mine: {kind: math}}",
+        "reward={spelling: null, mine: {kind: math, timeout: 10m}}",
         *overrides,
     )
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -381,16 +382,19 @@ def test_an_engine_that_dies_while_its_worker_leaves_is_not_started_again(
 
 
 @pytest.mark.slow
-def test_a_coordinator_that_stays_away_is_waited_for_and_ends_the_worker(tmp_path, caplog):
+def test_a_coordinator_that_stays_away_is_awaited_and_ends_workers(tmp_path, caplog, monkeypatch):
+    # given a clock that passes every deadline once the wait is reported
+    said = "waiting for the coordinator"
+    clock = SimpleNamespace(monotonic=lambda: 1e9 * (said in caplog.text), sleep=lambda _: None)
     with site_of(tmp_path, tiny_spec()) as works:
         with works.site.serving():
             member = works.busy()
-        member.client._http._deadline_s = 0.2
+        monkeypatch.setattr("runspec.core.http_client.time", clock)
         member.engine.finish()
 
         eventually(member.ended, "its end")
         assert isinstance(member.failure, UserError)
-        assert "waiting for the coordinator" in caplog.text
+        assert said in caplog.text
         assert member.failure.place == f"coordinator {works.site.url}"
 
 
@@ -522,8 +526,8 @@ def test_they_go_on_after_a_coordinator_that_was_away_and_end_with_the_run(monke
 
 
 def test_the_meter_counts_busy_time_while_any_lease_is_sampled(monkeypatch):
-    clock = iter([100.0, 101.0, 104.0, 106.0, *[110.0] * 9])
-    monkeypatch.setattr("sampler.worker.stores.time.monotonic", lambda: next(clock))
+    clock = SimpleNamespace(monotonic=iter([100.0, 101.0, 104.0, 106.0, *[110.0] * 9]).__next__)
+    monkeypatch.setattr("sampler.worker.stores.time", clock)
     meter = Meter()
     meter.lease_began()
     meter.lease_began()

@@ -66,10 +66,10 @@ def install_term(
     port: int = 1,
     broken: bool = False,
 ) -> tuple[str, str]:
-    """Puts a distribution with one reward on sys.path; its kind and the name of its module."""
+    """Puts a distribution with one reward, by two names, on sys.path; a kind and its module."""
     module = f"chess_{uuid.uuid4().hex[:8]}"
     source = TERM.format(blames=blames, secret=secret, port=port, broken=broken)
-    entry_points = f"[runspec.rewards]\nchess = {module}:Term\n"
+    entry_points = f"[runspec.rewards]\nchess = {module}:Term\nblitz = {module}:Term\n"
     install(directory, monkeypatch, module, entry_points, source, name="chess-rewards")
     return "chess", module
 

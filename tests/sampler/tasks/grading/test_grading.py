@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 import sampler.sandbox
 from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
-from runspec.core.schema import RunSpec
+from runspec.core.schema import Reward, RunSpec
 from sampler.__main__ import main
 from sampler.sandbox import Mechanism, Report
 from sampler.tasks import launch
@@ -40,12 +40,14 @@ Make = Callable[..., Graders]
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    """Makes graders for a plug-in of an installed package."""
+    """Makes graders for a plug-in of an installed package; `blitz` has little time."""
+    monkeypatch.setattr("sampler.sandbox.process._SETTLE_S", 600.0)
     made: list[Graders] = []
 
     def graders(processes: int = 1, timeout: str = "10m", **options: object) -> Graders:
         kind, _ = install_term(tmp_path, monkeypatch, **options)  # type: ignore[arg-type]
-        made.append(Graders([reward(kind, timeout=timeout)], processes=processes))
+        rewards = [reward(kind, timeout=timeout), reward("blitz", timeout="4s")]
+        made.append(Graders(rewards, processes=processes))
         return made[-1]
 
     yield graders
@@ -54,14 +56,14 @@ def make(tmp_path, monkeypatch):
 
 
 def test_one_hanging_term_costs_its_answer_and_stalls_no_other(make):
-    texts = [str(i) for i in range(50)]
-    texts.insert(7, "hang")
+    asked = answers("chess", [str(i) for i in range(50)])
+    asked[7:7] = answers("blitz", ["hang"])
 
-    results = make(processes=2, timeout="4s").score(answers("chess", texts))
+    results = make(processes=2).score(asked)
 
     fault = results.pop(7)
     assert isinstance(fault, GraderFault)
-    assert str(fault) == "p7: no verdict within 4 s"
+    assert str(fault) == "p0: no verdict within 4 s"
     assert results == [Score(float(i)) for i in range(50)]
 
 
@@ -70,7 +72,7 @@ def test_terms_that_hang_in_every_thread_stall_no_answer_behind_them(monkeypatch
     end = threading.Event()
 
     class Term:
-        role, isolated, timeout_s = "task", False, 2.0
+        role, isolated = "task", False
 
         def score(self, _: Problem, answer: str) -> float:
             if answer == "hang":
@@ -80,8 +82,10 @@ def test_terms_that_hang_in_every_thread_stall_no_answer_behind_them(monkeypatch
     monkeypatch.setattr("sampler.tasks.graders.make_term", completed(Term))
     monkeypatch.setattr("sampler.tasks.graders._GRACE_S", 0.5)
     # when they are graded
-    with closing(Graders([reward("chess")], processes=2)) as graders:
-        results = graders.score(answers("chess", ["hang", "hang", "1", "0.5", "wrong"]))
+    rewards = [reward("chess", timeout="10m"), reward("blitz", timeout="2s")]
+    asked = answers("blitz", ["hang"] * 2) + answers("chess", ["1", "0.5", "wrong"])
+    with closing(Graders(rewards, processes=2)) as graders:
+        results = graders.score(asked)
         end.set()
     # then each costs itself alone, as does one that raises
     assert [i for i, r in enumerate(results) if isinstance(r, GraderFault)] == [0, 1, 4]
@@ -227,11 +231,12 @@ def test_a_package_may_derive_from_the_interface_or_not(tmp_path, monkeypatch):
     # given a package with a reward of either sort
     entry_points = "[runspec.rewards]\nbare = chess_kinds:Bare\nderived = chess_kinds:Derived\n"
     install(tmp_path, monkeypatch, "chess_kinds", entry_points, PACKAGE)
-    asked = [Answer(Problem("p", kind, "", {}), "1") for kind in ("bare", "derived")]
+    kinds = ("bare", "derived")
+    rules = Graders([reward(kind) for kind in kinds]).rules
     # when grader processes grade by both
-    with closing(Graders([reward("bare"), reward("derived")], processes=1)) as graders:
-        results = graders.score(asked)
-        rules = dict(graders.rules)
+    rewards = [reward(kind, timeout="10m") for kind in kinds]
+    with closing(Graders(rewards, processes=1)) as graders:
+        results = graders.score([Answer(Problem("p", kind, "", {}), "1") for kind in kinds])
     # then each is graded by its own rules
     assert results == [Score(1.0), Score(0.5, "half")]
     assert rules == {
@@ -250,6 +255,7 @@ CALL = {"test_list": ["assert add(1, 2) == 3"]}
 @pytest.fixture
 def bare(monkeypatch):
     """No mechanism of the sandbox works."""
+    monkeypatch.setattr("sampler.sandbox.process._SETTLE_S", 600.0)
     monkeypatch.setattr(sampler.sandbox, "probe", lambda: NOWHERE)
     monkeypatch.setattr(launch, "_warned", set())
 
@@ -295,11 +301,19 @@ def test_graders_need_no_engine_and_import_no_term_before_it_is_asked():
     assert done.stdout == b"set()\n", done.stderr
 
 
-def test_mathematics_is_graded_without_a_sandbox_and_says_so_once_with_the_remedy(bare, caplog):
-    # given more than one grader process' share of answers
+def test_mathematics_is_graded_without_a_sandbox_and_says_so_once(bare, caplog, monkeypatch):
+    # given two grader processes, of which none takes all the answers before the other is there
+    both = threading.Barrier(2, timeout=600.0)
+
+    def begin(rewards: Sequence[Reward]) -> launch.GraderProcess:
+        both.wait()
+        return launch.GraderProcess(rewards)
+
+    monkeypatch.setattr("sampler.tasks.graders.GraderProcess", begin)
     right = Answer(Problem("p", "math", "", {"ground_truth": "1/2"}), "0.5")
     # when they are graded where no sandbox works
-    with caplog.at_level("WARNING"), closing(Graders([reward("math")], processes=2)) as graders:
+    rewards = [reward("math", timeout="10m")]
+    with caplog.at_level("WARNING"), closing(Graders(rewards, processes=2)) as graders:
         assert graders.score([right] * 40) == [Score(1.0)] * 40
         started = len(graders._alive)
     # then one line says so, whatever the number of processes, and what to do
@@ -331,8 +345,8 @@ def test_trusted_pools_may_run_programs_within_limits_alone(bare, info, program,
 
 
 def row(completion: str, truth: str = "18", **more: Any) -> dict[str, Any]:
-    info = {"ground_truth": truth}
-    return {"task_type": "math", "completion": completion, "verification_info": info, **more}
+    more = {"verification_info": {"ground_truth": truth}, "timeout": 600, **more}
+    return {"task_type": "math", "completion": completion, **more}
 
 
 def written(directory: Path, *lines: object) -> str:

@@ -128,9 +128,8 @@ UNGRADABLE: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.fixture(scope="module")
 def graders():
-    with contextlib.closing(
-        Graders([reward("math"), reward("code", timeout="10m")], processes=2)
-    ) as made:
+    rewards = [reward(kind, timeout="10m") for kind in ("math", "code")]
+    with contextlib.closing(Graders(rewards, processes=2)) as made:
         yield made
 
 
@@ -183,7 +182,9 @@ def test_a_truth_that_cannot_be_used_is_a_fault_that_names_the_field(graders, ki
 
 
 @pytest.mark.slow
-def test_a_program_that_leaves_its_tests_no_time_is_at_fault_itself():
+def test_a_program_that_leaves_its_tests_no_time_is_at_fault_itself(monkeypatch):
+    monkeypatch.setattr("sampler.tasks.rewards.code.TESTS_S", 600.0)
+    monkeypatch.setattr("sampler.sandbox.process._SETTLE_S", 600.0)
     # given a program that takes most of the time before it is called, and tests that take some
     slow = f"import time\ntime.sleep(1.5)\n{ADD}"
     info = {**MBPP, "test_setup_code": "import time\ntime.sleep(1)"}
@@ -191,7 +192,7 @@ def test_a_program_that_leaves_its_tests_no_time_is_at_fault_itself():
         # when it is graded
         result = program(graders, info, slow)
     # then it took too long, and the tests are not blamed
-    assert result == Score(0.0, "the program took too long")
+    assert isinstance(result, Score) and result.value == 0.0 and "took too long" in result.reason
 
 
 # -- A part of GSM8K and HumanEval; `tests/campaigns/sampler.py` grades all of both ----------------
