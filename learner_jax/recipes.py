@@ -25,8 +25,7 @@ from learner_jax.islands.mirror import MirroredReader
 from learner_jax.learner_run import LearnerRun
 from learner_jax.report import DocumentRecords, Records, RolloutRecords
 from learner_jax.step import Programs, TrainState
-from learner_jax.supervised import held_out_loss, supervised_step
-from learner_jax.training import StepResult, train_step
+from learner_jax.training import StepResult, held_out_loss, supervised_step, train_step
 
 
 class Recipe(ABC):

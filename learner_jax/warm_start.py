@@ -31,7 +31,7 @@ from learner_jax.model import abstract_params, bind, init_params
 from learner_jax.packing import Packed, Sample, pack, row_bound
 from learner_jax.sharding import Execution, full_float32, make_mesh, shard_batch, shard_params
 from learner_jax.step import Programs, build_programs, microbatch_bound
-from learner_jax.supervised import score_rows, supervised_step
+from learner_jax.training import score_rows, supervised_step
 from runspec.core import canonical, files
 from runspec.core.errors import UserError
 from runspec.core.models import family
