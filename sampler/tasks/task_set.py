@@ -16,12 +16,13 @@ from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
 from runspec.core.schema import Evaluation, RunSpec
 from runspec.core.schema.source_files import data_digest, redirected
-from sampler.tasks.answers import Answer, Result
 from sampler.tasks.graders import Graders
 from sampler.tasks.interfaces import (
+    Answer,
     Keep,
     Part,
     ProblemSource,
+    Result,
     Score,
     make_source,
     make_term,
