@@ -29,10 +29,9 @@ from sampler.tasks.graders import Graders
 from sampler.tasks.gym import origin_of
 from sampler.tasks.interfaces import Answer, Keep, ProblemSource, make_source, make_term
 from sampler.tasks.launch import require_graders
-from sampler.tasks.prompts import PromptCodec
 from sampler.tasks.rewards.code_tests import read_tests
 from sampler.tasks.rewards.math import truths_of
-from sampler.tasks.task_set import problem_filter
+from sampler.tasks.task_set import PromptCodec, problem_filter
 from verify.plugins import GraderFault, Problem, load_warm_start_data
 
 NAME = "check"
