@@ -33,7 +33,7 @@ from tests.verify.coordinator.filled import (
 )
 from tests.verify.coordinator.over_http import check, granted, status
 from tests.waiting import eventually
-from verify.audit.replay import audit
+from verify.audit import audit
 from verify.coordinator import closing as closing_module
 from verify.coordinator.closing import Closing
 from verify.coordinator.handlers import context as backlog_module

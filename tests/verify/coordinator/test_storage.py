@@ -38,7 +38,7 @@ from tests.verify.coordinator.filled import (
     started,
 )
 from tests.verify.coordinator.over_http import check, claimed, granted, post, sample
-from verify.audit.replay import audit
+from verify.audit import audit
 from verify.coordinator.closing import Closing
 from verify.coordinator.handlers.judging import Judging
 from verify.coordinator.handlers.operator import obey
