@@ -29,7 +29,7 @@ from verify.coordinator import authentication as limits
 from verify.coordinator import requests
 from verify.coordinator.handlers import context
 from verify.coordinator.handlers.public import Cache
-from verify.coordinator.ledger.ledger import Ledger
+from verify.coordinator.ledger import Ledger
 from verify.coordinator_http import ENVELOPE, sign_request
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from runspec.core.schema.load import load_resolved
 from runspec.core.signed import CLOCK_SKEW_S, BadSignature
 from verify.audit.batches import BatchAudit, IslandAudit, batches_on_disk
 from verify.audit.files import Credit, FileAudit, Report, Signers, read_roles
-from verify.coordinator.ledger.ledger import FIRST_CHAIN, BadRow, LedgerSnapshot, decode_event
+from verify.coordinator.ledger import FIRST_CHAIN, BadRow, LedgerSnapshot, decode_event
 from verify.coordinator.ledger.store import Row
 from verify.coordinator.machine import events
 from verify.coordinator.machine.state import Policy, State

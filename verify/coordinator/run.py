@@ -34,7 +34,7 @@ from verify.coordinator.handlers.leasing import Leasing
 from verify.coordinator.handlers.operator import Operator
 from verify.coordinator.handlers.public import Evaluations, SiteHandlers, Status
 from verify.coordinator.journal import Finished, Journal
-from verify.coordinator.ledger.ledger import open_ledger
+from verify.coordinator.ledger import open_ledger
 from verify.coordinator.machine.events import IllegalTransition
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.requests import Refusal

@@ -40,7 +40,6 @@ from runspec.local.processes import PreparedRun
 from runspec.local.run_dir import note_site, run_directory
 from runspec.local.site import TRUNK_GROUP, groups_of
 
-
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _CORE, _JOBSET = "api/v1", "apis/jobset.x-k8s.io/v1alpha2"
 PATHS = {

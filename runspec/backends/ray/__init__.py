@@ -50,7 +50,6 @@ from runspec.local.processes import PreparedRun, RoleSpec, secret_values
 from runspec.local.run_dir import note_site, run_directory
 from runspec.local.site import TRUNK_GROUP, groups_of, make_bundles, site_spec
 
-
 _FIRST_HOST = ("learner", *STAGES)
 """Have the accelerators of the learner's first host, one after the other."""
 LOOK_S = 0.2

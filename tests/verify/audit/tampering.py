@@ -18,7 +18,7 @@ from tests.verify.coordinator.over_http import check, sample
 from verify.audit import audit
 from verify.audit.files import Report
 from verify.client import CoordinatorClient
-from verify.coordinator.ledger.ledger import FIRST_CHAIN
+from verify.coordinator.ledger import FIRST_CHAIN
 
 Fields = dict[str, Any]
 Rows = list[tuple[str, Fields]]

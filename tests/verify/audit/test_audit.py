@@ -29,7 +29,7 @@ from tests.verify.profiles import document, made_profile
 from verify.__main__ import main
 from verify.audit import audit
 from verify.audit.files import Credit, read_roles
-from verify.coordinator.ledger.ledger import Ledger
+from verify.coordinator.ledger import Ledger
 from verify.coordinator.machine.events import RolledBack
 from verify.coordinator.machine.verdicts import is_gap_fault
 from verify.formats.batch import BatchManifest, open_batch, sign_batch

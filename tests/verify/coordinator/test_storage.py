@@ -43,8 +43,8 @@ from verify.coordinator.closing import Closing
 from verify.coordinator.handlers.judging import Judging
 from verify.coordinator.handlers.operator import obey
 from verify.coordinator.journal import Finished, Journal
+from verify.coordinator.ledger import Ledger
 from verify.coordinator.ledger import store as ledger_store
-from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.ledger.store import SqliteStore, StoredRow, StoreError
 from verify.coordinator.machine.events import CoordinatorStarted
 from verify.coordinator.machine.state import Policy
