@@ -17,7 +17,7 @@ from runspec.core.process import RunStopped
 from runspec.core.roles import MAX_BYTES, Latest, open_latest
 from runspec.core.run_files import STATE_FILE
 from runspec.core.signed import BadSignature
-from verify.coordinator.handlers.context import RunContext
+from verify.coordinator.handlers import RunContext
 from verify.coordinator.handlers.islands import Islands
 from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.stalls import RUN_DIR, Stalled

@@ -27,7 +27,7 @@ from runspec.core.schema.role_names import island_names, worker_names
 from runspec.core.signed import BadSignature, SigningKey
 from verify.coordinator.authentication import Authentication, Connections, Limiter, networks
 from verify.coordinator.closing import Closing
-from verify.coordinator.handlers.context import Backlog, Handler, RunContext
+from verify.coordinator.handlers import Backlog, Handler, RunContext
 from verify.coordinator.handlers.islands import Islands
 from verify.coordinator.handlers.judging import Judging
 from verify.coordinator.handlers.leasing import Leasing

@@ -35,8 +35,8 @@ from tests.verify.coordinator.over_http import check, granted, status
 from tests.waiting import eventually
 from verify.audit import audit
 from verify.coordinator import closing as closing_module
+from verify.coordinator import handlers as backlog_module
 from verify.coordinator.closing import Closing
-from verify.coordinator.handlers import context as backlog_module
 from verify.coordinator.handlers.workers import Activity
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine import filling
