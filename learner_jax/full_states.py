@@ -30,7 +30,7 @@ from runspec.core import run_files
 from runspec.core.canonical import canonical_json, digest_bytes, digest_file
 from runspec.core.errors import UserError
 from runspec.core.files import Folder, temporary_name, write_atomic
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import adapter_rows, axis_sizes
 from runspec.core.run_files import ARRAYS_NAME, initial_model

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from learner_jax.distributed import Peers
 from learner_jax.metrics import Rows
 from runspec.core.files import Folder
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.process import root_public_key
 from runspec.core.run_files import corpus_cache, outer_folder, params_folder, state_folder
 from runspec.core.schema import RunSpec

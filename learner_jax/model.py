@@ -40,7 +40,7 @@ from learner_jax.attention import Rows
 from learner_jax.attention.xla import SAVED
 from learner_jax.sharding import Execution, widen
 from runspec.core import schema
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.family import (
     MODELS_GROUP,
     ONES,

@@ -34,7 +34,7 @@ from learner_jax.step import Programs, build_programs, compile_ahead
 from learner_jax.versions import VersionWriter, build_probe, fingerprint
 from runspec.core.errors import UserError
 from runspec.core.http_server import serve_metrics
-from runspec.core.models.config import CONFIG_NAME, read_config
+from runspec.core.models import CONFIG_NAME, read_config
 from runspec.core.models.family import parse_config
 from runspec.core.process import not_retried
 from runspec.core.run_files import initial_model

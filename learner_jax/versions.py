@@ -38,7 +38,7 @@ from learner_jax.sharding import execution
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.process import RunStopped
 from runspec.core.run_files import versions_in, weights_folder
 from runspec.core.schema import RunSpec

@@ -34,8 +34,7 @@ from learner_jax.step import Programs, build_programs, microbatch_bound
 from learner_jax.training import score_rows, supervised_step
 from runspec.core import canonical, files
 from runspec.core.errors import UserError
-from runspec.core.models import family
-from runspec.core.models.config import CONFIG_NAME, ModelConfig
+from runspec.core.models import CONFIG_NAME, ModelConfig, family
 from runspec.core.models.family import hf_config
 from runspec.core.models.parameters import parameter_count
 from runspec.core.process import RunStopped, not_retried

@@ -38,7 +38,7 @@ from runspec.core.canonical import canonical_json, digest_bytes, parse_object
 from runspec.core.entry_points import install_command
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.family import hf_config
 from runspec.core.schema import RunSpec
 from runspec.core.schema.fields import CHANGE_CLASSES, ChangeClass

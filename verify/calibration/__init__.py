@@ -20,7 +20,7 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.models.config import read_config
+from runspec.core.models import read_config
 from runspec.core.process import run_role
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import MAX_PROFILE_BYTES, load_resolved

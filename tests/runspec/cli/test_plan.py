@@ -16,7 +16,7 @@ from runspec.cli.checks import sound_spec
 from runspec.cli.plan import diff_command, plan_command
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import BadUsage, UserError
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import SpecFiles, load_layers, spec_digest, with_profiles
 from runspec.local.planning import StalePlan
