@@ -39,7 +39,6 @@ from tests.verify.coordinator.filled import (
 )
 from tests.verify.coordinator.over_http import check, claimed, granted, post, sample
 from verify.audit import audit
-from verify.coordinator.closing import Closing
 from verify.coordinator.handlers.judging import Judging
 from verify.coordinator.handlers.operator import obey
 from verify.coordinator.journal import Finished, Journal
@@ -50,7 +49,7 @@ from verify.coordinator.machine.events import CoordinatorStarted
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
 from verify.coordinator.requests import Refusal
-from verify.coordinator.run import serve
+from verify.coordinator.run import Closing, serve
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
