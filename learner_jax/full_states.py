@@ -21,8 +21,8 @@ from learner_jax.checkpoint import (
     StateInfo,
     state_steps,
 )
+from learner_jax.distributed import LearnerRun
 from learner_jax.feed import ManifestReader, manifest_digest
-from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import LeafPath, load_params, write_leaves
 from learner_jax.step import Programs, TrainState
 from learner_jax.versions import VersionWriter, differences

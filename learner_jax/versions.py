@@ -26,8 +26,7 @@ from jaxtyping import Array, Float
 from bridge.safetensors_io import TENSORS_NAME
 from bridge.tensors import tree_digests
 from learner_jax.checkpoint import Saver, load_params, save_params
-from learner_jax.distributed import Peers
-from learner_jax.learner_run import LearnerRun
+from learner_jax.distributed import LearnerRun, Peers
 from learner_jax.leaves import HostLeaves
 from learner_jax.leaves import load_params as load_weights
 from learner_jax.logprobs import token_logprobs
