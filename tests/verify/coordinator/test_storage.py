@@ -38,6 +38,7 @@ from tests.verify.coordinator.filled import (
     started,
 )
 from tests.verify.coordinator.over_http import check, claimed, granted, post, sample
+from verify import STORAGE_S
 from verify.audit import audit
 from verify.coordinator.handlers.judging import Judging
 from verify.coordinator.handlers.operator import obey
@@ -53,7 +54,6 @@ from verify.coordinator.run import Closing, serve
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
-from verify.timeouts import STORAGE_S
 
 # -- Its own process -----------------------------------------------------------------------------
 
