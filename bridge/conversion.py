@@ -34,7 +34,11 @@ from bridge import Path as LeafPath
 from bridge.delta import apply_deltas, delta_tensors, write_delta
 from bridge.model_files import MODEL_FOLDER, copy_model_files, output_directory
 from bridge.orbax_io import open_leaves, read_pieces, write_leaf, write_metadata
-from bridge.safetensors_io import TensorInfo, listed, read_slice
+from bridge.safetensors_io import (
+    TensorInfo,
+    listed,
+    read_slice,
+)
 from bridge.tensors import contiguous, copy_into, dtype_named
 from runspec.core.errors import UserError
 from runspec.core.files import Folder, last_file, read_bounded

@@ -34,7 +34,11 @@ from runspec.core.run_files import initial_model, step_folder
 from runspec.core.schema import RunSpec
 from runspec.core.signed import BadSignature
 from verify.formats import batch as batch_format
-from verify.formats.batch import BatchManifest, RangeManifest, without_empty_shares
+from verify.formats.batch import (
+    BatchManifest,
+    RangeManifest,
+    without_empty_shares,
+)
 
 B = TypeVar("B")
 _LENGTH = 8

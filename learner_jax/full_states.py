@@ -17,7 +17,10 @@ from bridge import Entry, entry
 from bridge.model_files import output_directory
 from bridge.orbax_io import open_leaves, read_leaf
 from learner_jax import checkpoint
-from learner_jax.checkpoint import StateInfo, state_steps
+from learner_jax.checkpoint import (
+    StateInfo,
+    state_steps,
+)
 from learner_jax.distributed import LearnerRun
 from learner_jax.feed import ManifestReader, manifest_digest
 from learner_jax.leaves import LeafPath, load_params, write_leaves

@@ -13,7 +13,9 @@ import operator
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as kernels,
+)
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jaxtyping import Array, Bool, Float, Int
 

@@ -26,7 +26,9 @@ from runspec.core import rows as readers
 from runspec.core.canonical import hash_parts
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.rows import Row
+from runspec.core.rows import (
+    Row,
+)
 from runspec.core.schema import Source
 from runspec.core.schema.source_files import file_digest, row_files, source_files
 from sampler.tasks.interfaces import Keep, Part

@@ -16,7 +16,15 @@ from dataclasses import dataclass
 
 from runspec.core.schema import Reward
 from sampler.tasks import interfaces as grading
-from sampler.tasks.interfaces import Answer, Result, Score, TaskTerm, TermRules, fault, make_term
+from sampler.tasks.interfaces import (
+    Answer,
+    Result,
+    Score,
+    TaskTerm,
+    TermRules,
+    fault,
+    make_term,
+)
 from sampler.tasks.launch import GraderLost, GraderProcess
 from verify.plugins import GraderFault
 

@@ -18,7 +18,15 @@ from runspec.estimate.assumed import weight_move
 from runspec.estimate.broadcast import version_size
 from runspec.estimate.learner import learner_memory
 from runspec.estimate.speed import sampler_memory
-from runspec.lint import Context, Found, Violation, all_hardware, model_rule, relation, rule
+from runspec.lint import (
+    Context,
+    Found,
+    Violation,
+    all_hardware,
+    model_rule,
+    relation,
+    rule,
+)
 
 STATE_SHARE = 0.9
 """Share of a device's memory that the train state may take."""

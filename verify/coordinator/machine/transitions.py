@@ -31,7 +31,12 @@ from verify.coordinator.machine.state import (
     Tally,
     Worker,
 )
-from verify.coordinator.machine.trust import BAN_AFTER, CLEAR_AFTER, Standing, should_quarantine
+from verify.coordinator.machine.trust import (
+    BAN_AFTER,
+    CLEAR_AFTER,
+    Standing,
+    should_quarantine,
+)
 
 LONGEST_DEFERRAL_S = 600.0
 """Largest time from a deferral to the new end of its lease, in seconds."""
