@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 from bridge.conversion import export_checkpoint
 from bridge.delta import DamagedWeights, write_delta
 from bridge.safetensors_io import damage, recorded_digest
-from broadcast import manifest_name, stored_versions
+from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
 from broadcast.manifest import WeightsManifest, open_manifest
 from broadcast.store import DELTA_NAME, prune, publish, refresh_latest

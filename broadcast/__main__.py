@@ -162,7 +162,7 @@ def _quantity(text: str, parse: Callable[[str], float]) -> int:
 
 
 def _keygen(arguments: argparse.Namespace, log: logging.Logger) -> None:
-    from broadcast import make_keys, renew_keys
+    from broadcast.layout import make_keys, renew_keys
 
     if arguments.renew is not None:
         renew_keys(arguments.directory, arguments.renew)
@@ -172,7 +172,7 @@ def _keygen(arguments: argparse.Namespace, log: logging.Logger) -> None:
 
 
 def _publish(arguments: argparse.Namespace, log: logging.Logger) -> None:
-    from broadcast import roles_name
+    from broadcast.layout import roles_name
     from broadcast.store import publish
     from runspec.core.files import read_bounded
     from runspec.core.roles import MAX_BYTES

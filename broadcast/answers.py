@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from aiohttp import web
 
-import broadcast
+from broadcast import layout
 from broadcast.admission import Metrics
 from broadcast.disk import Identity, identity
 from broadcast.relay_store import StoredVersions
@@ -119,7 +119,7 @@ class ServedRun:
         """Identity of the latest.json that was read last."""
 
     async def roles(self) -> Path | None:
-        return self.held.store / broadcast.roles_name(self._run)
+        return self.held.store / layout.roles_name(self._run)
 
     async def latest(self, after: int | None, wait_s: float) -> bytes | None:
         """Return latest.json. Wait up to `wait_s` seconds for one newer than `after`."""
@@ -138,7 +138,7 @@ class ServedRun:
 
     async def look(self) -> None:
         """Read latest.json if it is another file than the last time."""
-        path = self.held.store / broadcast.latest_name(self._run)
+        path = self.held.store / layout.latest_name(self._run)
         try:
             seen = identity(path)
             if seen is None or self._seen == seen:

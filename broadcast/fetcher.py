@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-import broadcast
+from broadcast import layout
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
 from broadcast.transport import (
     Access,
@@ -174,7 +174,7 @@ class Fetcher:
             others = set(self.upstreams.all) - wanted.shunned - {upstream}
             # A relay may first request an older manifest from its own upstreams: allow it the time.
             limit_s = SLOW_AFTER_S if others and keep_asking else _SMALL_TIMEOUT_S
-            name = broadcast.manifest_name(self._run, version)
+            name = layout.manifest_name(self._run, version)
             data = await self._get(upstream, name, MAX_BYTES, _within(deadline, limit_s))
             if digest is not None and (found := digest_bytes(data)) != digest:
                 raise Lie(f"its digest is {found[:16]}, not {digest[:16]}")
@@ -230,7 +230,7 @@ class Fetcher:
                     time.monotonic(), wanted, upstream, attempt.received, elapsed_s
                 )
 
-            url = f"{upstream.url}/{broadcast.chunk_name(self._run, chunk.blake3)}"
+            url = f"{upstream.url}/{layout.chunk_name(self._run, chunk.blake3)}"
             timeout_s = _within(deadline, chunk_timeout_s(chunk.size))
             await fetch_chunk(
                 *(self._session, url, chunk, into, offset, attempt),
@@ -275,7 +275,7 @@ class Fetcher:
         self, upstream: Upstream, floor: int, hold_s: float, deadline: float
     ) -> Latest:
         await self._ask_for_roles(upstream, deadline)
-        name = f"{broadcast.latest_name(self._run)}?after={floor}&wait={hold_s:.3f}"
+        name = f"{layout.latest_name(self._run)}?after={floor}&wait={hold_s:.3f}"
         timeout_s = _within(deadline, hold_s + GRACE_S)
         data = await self._get(upstream, name, MAX_LATEST_BYTES, timeout_s)
 
@@ -330,7 +330,7 @@ class Fetcher:
 
     async def _newest_roles(self, upstream: Upstream, deadline: float) -> Roles:
         """Request roles.json; return it, or the known one if that was issued later."""
-        name, timeout_s = broadcast.roles_name(self._run), _within(deadline, _SMALL_TIMEOUT_S)
+        name, timeout_s = layout.roles_name(self._run), _within(deadline, _SMALL_TIMEOUT_S)
         data = await self._get(upstream, name, roles_format.MAX_BYTES, timeout_s)
         try:
             roles = open_roles(data, root_public_key=self._root, run=self._run)

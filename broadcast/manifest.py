@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from broadcast import is_run, is_version
+from broadcast.layout import is_run, is_version
 from runspec.core.canonical import is_digest
 from runspec.core.files import read_bounded
 from runspec.core.signed import BadSignature, SigningKey, open_document, sign_document

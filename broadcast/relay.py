@@ -21,7 +21,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import broadcast
+from broadcast import layout
 from broadcast.admission import Metrics
 from broadcast.answers import Recent, ServedRun
 from broadcast.fetcher import NO_TOKEN, PARALLEL_CHUNKS, Fetcher, chunk_timeout_s, for_each
@@ -422,9 +422,9 @@ async def run_relay(
     Raises:
         UserError: `run` is malformed, or another relay uses the folder.
     """
-    if not broadcast.is_run(run):
+    if not layout.is_run(run):
         raise UserError(f"{run!r} is not the name of a run")
-    with broadcast.locked(store, run, _LOCK_DEADLINE_S):
+    with layout.locked(store, run, _LOCK_DEADLINE_S):
         metrics = Metrics(store)
         fetcher = Fetcher(
             upstreams, run=run, root_public_key=root_public_key, folder=store / run, access=access

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import broadcast
+from broadcast import layout
 from broadcast.disk import Identity, ProvenChunks, identity
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
 from runspec.core.canonical import is_digest
@@ -157,15 +157,15 @@ class StoredVersions:
             self.pins.touch(self._owners[digest])
 
     def manifest_path(self, version: int) -> Path:
-        return self.store / broadcast.manifest_name(self.run, version)
+        return self.store / layout.manifest_name(self.run, version)
 
     def chunk_path(self, digest: str) -> Path:
-        return self.store / broadcast.chunk_name(self.run, digest)
+        return self.store / layout.chunk_name(self.run, digest)
 
     def _look(self) -> None:
         """Read the manifests again; one is parsed once while its file is the same."""
         parsed: dict[int, tuple[Identity, WeightsManifest | None]] = {}
-        for version in broadcast.stored_versions(self.store, self.run):
+        for version in layout.stored_versions(self.store, self.run):
             path = self.manifest_path(version)
             found, known = identity(path), self._parsed.get(version)
             if found is None:  # pruned since
@@ -224,7 +224,7 @@ class RelayStore(StoredVersions):
     ) -> None:
         super().__init__(store, run, log)
         self.keep_versions, self._max_bytes = keep_versions, max_bytes
-        chunks = store / broadcast.chunks_name(run)
+        chunks = store / layout.chunks_name(run)
         for folder in (store / run, chunks):
             remove_leftovers(folder)
         self._chunk_bytes = {
@@ -233,7 +233,7 @@ class RelayStore(StoredVersions):
         """Sizes of the stored chunk files."""
         self._manifest_bytes = {
             version: self.manifest_path(version).stat().st_size
-            for version in broadcast.stored_versions(store, run)
+            for version in layout.stored_versions(store, run)
         }
         self._used = sum(self._chunk_bytes.values()) + sum(self._manifest_bytes.values())
 

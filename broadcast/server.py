@@ -27,7 +27,6 @@ from typing import Any
 
 from aiohttp import web
 
-from broadcast import RUN
 from broadcast.admission import (
     CONTENT_TYPE,
     Admission,
@@ -37,6 +36,7 @@ from broadcast.admission import (
     server_context,
 )
 from broadcast.answers import IMMUTABLE, REVALIDATE, FileAnswers, Kind, ServedRun, not_modified
+from broadcast.layout import RUN
 from broadcast.manifest import ObjectInfo, WeightsManifest
 from runspec.core.canonical import digest_bytes
 from runspec.core.connection_limits import ConnectionLimits, connection_of, possible_connections

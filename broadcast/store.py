@@ -16,9 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import broadcast
-from broadcast import check_newest, locked, signers_of
+from broadcast import layout
 from broadcast.disk import ChunkWriter, Identity, identity
+from broadcast.layout import check_newest, locked, signers_of
 from broadcast.manifest import (
     FILE_NAME,
     MAX_BYTES,
@@ -96,7 +96,7 @@ def publish(
             unusable file name; a newer roles.json is in the store; another publisher is at work;
             disk full (then nothing new stays in the store).
     """
-    if not broadcast.is_run(run) or not broadcast.is_version(version):
+    if not layout.is_run(run) or not layout.is_version(version):
         raise UserError(f"run {run!r} or version {version} is malformed", place=str(directory))
     if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
         raise UserError(f"chunk_bytes {chunk_bytes} is not in 1 to {MAX_CHUNK_BYTES}")
@@ -107,7 +107,7 @@ def publish(
     with _writing(store, run, roles, chunk_bytes) as chunks:
         if base is not None:
             _check_base(store, run, base, version, files, publishers)
-        newest, path = newest_version(store, run=run), store / broadcast.manifest_name(run, version)
+        newest, path = newest_version(store, run=run), store / layout.manifest_name(run, version)
         if newest is not None and version <= newest and not path.exists():
             raise UserError(
                 f"version {version} is gone, and its number may have been published: "
@@ -178,14 +178,14 @@ def refresh_latest(store: Path, *, run: str, key: SigningKey, roles: bytes | Non
         roles: the signed roles.json to serve from now on; None leaves the one that is there.
     """
     with locked(store, run, LOCK_DEADLINE_S):
-        newest = max(broadcast.stored_versions(store, run), default=None)
+        newest = max(layout.stored_versions(store, run), default=None)
         if newest is None:
             return
         if roles is not None:
-            check_newest(store / broadcast.roles_name(run), roles)
-            write_atomic(store / broadcast.roles_name(run), roles)
-        digest = digest_bytes(read_bounded(store / broadcast.manifest_name(run, newest), MAX_BYTES))
-        write_atomic(store / broadcast.latest_name(run), sign_latest(run, newest, digest, key))
+            check_newest(store / layout.roles_name(run), roles)
+            write_atomic(store / layout.roles_name(run), roles)
+        digest = digest_bytes(read_bounded(store / layout.manifest_name(run, newest), MAX_BYTES))
+        write_atomic(store / layout.latest_name(run), sign_latest(run, newest, digest, key))
 
 
 def prune(store: Path, *, run: str, keep_versions: int) -> None:
@@ -202,7 +202,7 @@ def prune(store: Path, *, run: str, keep_versions: int) -> None:
         if newest is None:
             return
         held = RelayStore(store, run, keep_versions=keep_versions, max_bytes=None, log=_LOG)
-        for version in broadcast.stored_versions(store, run):
+        for version in layout.stored_versions(store, run):
             path = held.manifest_path(version)
             held.manifests[version] = _stored(path, run, identity(path))
         held.prune(newest)
@@ -212,8 +212,8 @@ def prune(store: Path, *, run: str, keep_versions: int) -> None:
 def _writing(store: Path, run: str, roles: bytes, chunk_bytes: int) -> Iterator[ChunkWriter]:
     """Hold the run's lock and yield a writer of chunks; if the block fails, none of them stays."""
     with locked(store, run, LOCK_DEADLINE_S):
-        check_newest(store / broadcast.roles_name(run), roles)
-        chunks = store / broadcast.chunks_name(run)
+        check_newest(store / layout.roles_name(run), roles)
+        chunks = store / layout.chunks_name(run)
         remove_leftovers(chunks)
         writer = ChunkWriter(chunks, chunk_bytes)
         try:
@@ -226,7 +226,7 @@ def _writing(store: Path, run: str, roles: bytes, chunk_bytes: int) -> Iterator[
 
 def newest_version(store: Path, *, run: str) -> int | None:
     """Return the version that latest.json names; None if none is published."""
-    path = store / broadcast.latest_name(run)
+    path = store / layout.latest_name(run)
     if not path.exists():
         return None
     return latest_version(read_bounded(path, MAX_LATEST_BYTES), place=path)
@@ -240,7 +240,7 @@ def latest_version(data: bytes, *, place: Path) -> int:
         raise UserError(
             f"damaged: {error}", place=str(place), remedy="remove the file and publish again"
         ) from error
-    if not broadcast.is_version(payload.get("version")):
+    if not layout.is_version(payload.get("version")):
         raise UserError("damaged: no version", place=str(place), remedy="publish again")
     return payload["version"]
 
@@ -287,7 +287,7 @@ def _check_base(
     publishers: Collection[str],
 ) -> None:
     """Check that the base is older, stored, of the same files and signed by a publisher."""
-    path = store / broadcast.manifest_name(run, base)
+    path = store / layout.manifest_name(run, base)
     said = None
     if base >= version or not path.exists():
         said = f"base {base} is not an older published version"
@@ -318,7 +318,7 @@ def _write_manifest(
         AlreadyPublished: another manifest of that version is there.
         UserError: no client would accept this one.
     """
-    path = store / broadcast.manifest_name(manifest.run, manifest.version)
+    path = store / layout.manifest_name(manifest.run, manifest.version)
     data = sign_manifest(manifest, key)
     try:
         open_manifest(data, run=manifest.run, publishers={key.public_hex})
@@ -336,11 +336,11 @@ def _write_manifest(
             remedy="a version number is published once: publish under a newer one",
         )
     chunks.new.clear()  # the manifest names them: they stay, whatever fails from here on
-    write_atomic(store / broadcast.roles_name(manifest.run), roles)
+    write_atomic(store / layout.roles_name(manifest.run), roles)
     newest = newest_version(store, run=manifest.run)
     if newest is None or newest < manifest.version:
         latest = sign_latest(manifest.run, manifest.version, digest, key)
-        write_atomic(store / broadcast.latest_name(manifest.run), latest)
+        write_atomic(store / layout.latest_name(manifest.run), latest)
     return digest
 
 

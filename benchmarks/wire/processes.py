@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from broadcast import make_keys
+from broadcast.layout import make_keys
 from broadcast.store import publish
 from runspec.core.signed import SigningKey
 

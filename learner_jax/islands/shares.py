@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-import broadcast
+from broadcast import layout
 from broadcast.client import WeightsClient, WrongFiles
 from broadcast.manifest import MAX_BYTES, open_manifest
 from broadcast.store import prune, publish_objects
@@ -56,8 +56,8 @@ class ShareStore:
         self._store, self._run, self._key = store, run, key
         self.roles = roles
         """Served with the next version; set it to a newer one when the run has one."""
-        for version in broadcast.stored_versions(store, run):
-            path = store / broadcast.manifest_name(run, version)
+        for version in layout.stored_versions(store, run):
+            path = store / layout.manifest_name(run, version)
             try:
                 open_manifest(read_bounded(path, MAX_BYTES), run=run, publishers={key.public_hex})
             except BadSignature as error:
@@ -104,14 +104,14 @@ class ShareStore:
         Raises:
             UserError: the store is damaged.
         """
-        path = self._store / broadcast.manifest_name(self._run, 2 * step + 1)
+        path = self._store / layout.manifest_name(self._run, 2 * step + 1)
         if not path.exists():
             return None
         try:
             data = read_bounded(path, MAX_BYTES)
             manifest = open_manifest(data, run=self._run, publishers={self._key.public_hex})
             info = manifest.objects[SHARE_FILE]
-            names = (broadcast.chunk_name(self._run, chunk.blake3) for chunk in info.chunks)
+            names = (layout.chunk_name(self._run, chunk.blake3) for chunk in info.chunks)
             found = b"".join((self._store / name).read_bytes() for name in names)
             if digest_bytes(found) != info.blake3:
                 raise BadSignature("its chunks are not those that were published")
@@ -129,16 +129,16 @@ class ShareStore:
         Args:
             since: a policy version; its outer state and all that is newer stays.
         """
-        stored = broadcast.stored_versions(self._store, self._run)
+        stored = layout.stored_versions(self._store, self._run)
         newer = sum(version >= 2 * since for version in stored)
         if newer:
             prune(self._store, run=self._run, keep_versions=newer)
 
     def remove_from(self, step: int) -> None:
         """Remove the shares from a step on, and every outer state."""
-        for stored in broadcast.stored_versions(self._store, self._run):
+        for stored in layout.stored_versions(self._store, self._run):
             if stored % 2 == 0 or stored > 2 * step:
-                shutil.rmtree((self._store / broadcast.manifest_name(self._run, stored)).parent)
+                shutil.rmtree((self._store / layout.manifest_name(self._run, stored)).parent)
 
     def _put(self, version: int, contents: Mapping[str, bytes | np.ndarray]) -> str:
         return publish_objects(

@@ -19,7 +19,7 @@ from typing import Annotated
 
 import typer
 
-from broadcast import manifest_name, stored_versions
+from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import WeightsManifest
 from runspec.cli import options
 from runspec.cli.runs import run_and_version

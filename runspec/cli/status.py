@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from broadcast import manifest_name
+from broadcast.layout import manifest_name
 from broadcast.manifest import MAX_BYTES
 from runspec.cli import options
 from runspec.core.canonical import digest_bytes

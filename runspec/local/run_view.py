@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from broadcast import manifest_name, stored_versions
+from broadcast.layout import manifest_name, stored_versions
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL, load_endpoints
 from runspec.core.schema import RunSpec

@@ -13,7 +13,7 @@ import pytest
 
 from bridge.delta import apply_deltas
 from bridge.publisher import Publisher, publish_versions
-from broadcast import chunk_name, latest_name, manifest_name
+from broadcast.layout import chunk_name, latest_name, manifest_name
 from broadcast.manifest import WeightsManifest, open_manifest
 from broadcast.store import newest_version
 from learner_jax.checkpoint import save_params

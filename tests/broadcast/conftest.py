@@ -22,8 +22,8 @@ import pytest
 from bridge.delta import write_delta
 from bridge.safetensors_io import write_safetensors
 from bridge.tensors import model_digest, record, tensor_bytes
-from broadcast import make_keys
 from broadcast.client import WeightsClient
+from broadcast.layout import make_keys
 from broadcast.manifest import Chunk, WeightsManifest, read_manifest
 from broadcast.relay import run_origin, run_relay
 from broadcast.server import DEFAULT_OPTIONS, ServerOptions

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from broadcast import make_keys, renew_keys, stored_versions
 from broadcast.client import WeightsClient, WrongFiles
 from broadcast.disk import ProvenChunks
+from broadcast.layout import make_keys, renew_keys, stored_versions
 from broadcast.manifest import MAX_CHUNK_BYTES
 from broadcast.relay_store import TOUCH_EVERY_S, VALID_S, Pins, StoredVersions
 from broadcast.store import AlreadyPublished, newest_version, prune, publish_objects, refresh_latest
@@ -451,7 +451,7 @@ def test_keys_are_renewed_one_by_one(tmp_path: Path) -> None:
 def test_expired_roles_are_renewed_and_those_of_another_root_are_not(tmp_path, monkeypatch):
     for name in ("ours", "theirs"):
         with monkeypatch.context() as patch:
-            patch.setattr("broadcast.VALID_S", -1000.0)
+            patch.setattr("broadcast.layout.VALID_S", -1000.0)
             make_keys(tmp_path / name, run="demo")
         (tmp_path / name / "publisher.key").unlink()  # private keys may lie elsewhere
     theirs = (tmp_path / "theirs" / "roles.json").read_bytes()

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from broadcast import MAX_VERSION, renew_keys
+from broadcast.layout import MAX_VERSION, renew_keys
 from runspec.core.roles import LATEST, VALID_S, sign_latest
 from runspec.core.signed import SigningKey, sign_document
 from tests.broadcast.conftest import Run, fetched, newest, no_latest, not_fetched, weights

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from broadcast import manifest_name, stored_versions
+from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import WeightsManifest, open_manifest
 from runspec.core.run_files import versions_in, weights_folder
 from tests.harness import LiveRun

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from tokenizers import Tokenizer
 
-from broadcast import stored_versions
+from broadcast.layout import stored_versions
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.files import read_bounded
 from runspec.core.process import load_endpoints

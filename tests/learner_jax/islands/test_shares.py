@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from broadcast import store as store_module
-from broadcast import stored_versions
+from broadcast.layout import stored_versions
 from broadcast.relay import run_origin
 from broadcast.store import AlreadyPublished
 from learner_jax.islands.shares import BadObject, ShareFetcher, ShareStore, Silent

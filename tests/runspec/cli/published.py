@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bridge.conversion import import_model
 from bridge.publisher import Publisher
-from broadcast import manifest_name
+from broadcast.layout import manifest_name
 from runspec.core.files import write_atomic
 from runspec.core.run_files import params_folder, weights_folder
 from runspec.core.schema.load import dump_resolved

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from broadcast import manifest_name
+from broadcast.layout import manifest_name
 from broadcast.manifest import WeightsManifest, sign_manifest
 from runspec.cli import follow
 from runspec.cli.follow import Follower, Versions
