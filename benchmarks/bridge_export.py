@@ -33,10 +33,10 @@ from typing import Any
 
 import numpy as np
 
-from bridge import Entry, weight_map
 from bridge.model_files import MODEL_FOLDER
 from bridge.orbax_io import write_leaf, write_metadata
 from bridge.tensors import dtype_named
+from bridge.weight_map import Entry, weight_map
 from runspec.core.models.family import named_model, parse_config
 
 MODEL = "Qwen/Qwen3-4B"

@@ -34,7 +34,6 @@ import ml_dtypes
 import numpy as np
 import zstandard
 
-from bridge import hf_shapes
 from bridge.delta import (
     apply_deltas,
     open_delta,
@@ -45,6 +44,7 @@ from bridge.delta import (
 )
 from bridge.delta_file import SUFFIX
 from bridge.safetensors_io import SINGLE_NAME, TENSORS_NAME, write_safetensors
+from bridge.weight_map import hf_shapes
 from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.models.family import parse_config
 

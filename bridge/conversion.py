@@ -20,17 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorstore as ts
 
-from bridge import (
-    MAX_SHARD_BYTES,
-    Entry,
-    Shapes,
-    hf_shapes,
-    plan_shards,
-    safetensors_io,
-    tied_tensors,
-    weight_map,
-)
-from bridge import Path as LeafPath
+from bridge import safetensors_io
 from bridge.delta import apply_deltas, delta_tensors, write_delta
 from bridge.model_files import MODEL_FOLDER, copy_model_files, output_directory
 from bridge.orbax_io import open_leaves, read_pieces, write_leaf, write_metadata
@@ -40,6 +30,16 @@ from bridge.safetensors_io import (
     read_slice,
 )
 from bridge.tensors import contiguous, copy_into, dtype_named
+from bridge.weight_map import (
+    MAX_SHARD_BYTES,
+    Entry,
+    Shapes,
+    hf_shapes,
+    plan_shards,
+    tied_tensors,
+    weight_map,
+)
+from bridge.weight_map import Path as LeafPath
 from runspec.core.errors import UserError
 from runspec.core.files import Folder, last_file, read_bounded
 from runspec.core.models import CONFIG_NAME, ModelConfig, read_config

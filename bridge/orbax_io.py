@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from bridge import Entry
-from bridge import Path as LeafPath
 from bridge.safetensors_io import listed
 from bridge.tensors import DTYPES
+from bridge.weight_map import Entry
+from bridge.weight_map import Path as LeafPath
 from runspec.core.canonical import MalformedJson
 from runspec.core.errors import UserError
 from runspec.core.files import Folder, ObjectPath, read_object, write_atomic

@@ -23,8 +23,8 @@ from typing import IO, Any
 import numpy as np
 from blake3 import blake3
 
-from bridge import file_header
 from bridge.tensors import DTYPES, model_digest, record, tensor_bytes
+from bridge.weight_map import file_header
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_object, write_atomic

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from bridge import Entry, Path, weight_map
+from bridge.weight_map import Entry, Path, weight_map
 from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.models import ModelConfig

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from bridge import Entry, entry
 from bridge.model_files import output_directory
 from bridge.orbax_io import open_leaves, read_leaf
+from bridge.weight_map import Entry, entry
 from learner_jax import checkpoint
 from learner_jax.checkpoint import (
     StateInfo,

@@ -24,11 +24,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from bridge import Entry, weight_map
 from bridge.conversion import LeafReader
 from bridge.orbax_io import CHUNK_BYTES, TREE_NAME, leaf_paths, leaf_spec, write_metadata
 from bridge.safetensors_io import SINGLE_NAME, write_safetensors
 from bridge.tensors import dtype_named
+from bridge.weight_map import Entry, weight_map
 from learner_jax.distributed import Peers
 from learner_jax.model import abstract_params
 from learner_jax.sharding import param_shardings

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from bridge import Path as LeafPath
 from bridge.conversion import LeafReader
+from bridge.weight_map import Path as LeafPath
 from runspec.core.models import ModelConfig
 
 MakeModel = Callable[..., Path]

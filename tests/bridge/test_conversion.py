@@ -18,14 +18,14 @@ import torch
 from orbax.checkpoint import v1 as ocp
 from transformers import AutoModelForCausalLM
 
-from bridge import Path as LeafPath
-from bridge import file_header, hf_shapes, weight_map
 from bridge.__main__ import main
 from bridge.conversion import LeafReader, differences, export_checkpoint, import_model
 from bridge.delta import write_delta
 from bridge.orbax_io import open_leaves, read_leaf
 from bridge.safetensors_io import SINGLE_NAME, read_header, read_headers, read_tensor
 from bridge.tensors import model_digest, tree_digests
+from bridge.weight_map import Path as LeafPath
+from bridge.weight_map import file_header, hf_shapes, weight_map
 from runspec.core.errors import UserError
 from runspec.core.models.family import load_config, parse_config
 from tests.bridge.conftest import FAMILIES, iter_leaves

@@ -17,7 +17,6 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge import entry, hf_shapes, weight_map
 from bridge.conversion import LeafReader
 from bridge.orbax_io import leaf_spec, read_pieces
 from bridge.prefill import VersionedPrefill
@@ -28,6 +27,7 @@ from bridge.safetensors_io import (
     write_safetensors,
 )
 from bridge.tensors import FlatLayout, contiguous, copy_into
+from bridge.weight_map import entry, hf_shapes, weight_map
 from runspec.core.errors import UserError
 from runspec.core.models.family import Row, load_config, parse_config
 from tests.bridge.conftest import FAMILIES, iter_leaves

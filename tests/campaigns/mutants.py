@@ -42,7 +42,7 @@ CODE = (
     "learner_jax/training.py",
     "bridge/delta.py",
     "bridge/publisher.py",
-    "bridge/__init__.py",
+    "bridge/weight_map.py",
     "broadcast/fetcher.py",
     "broadcast/manifest.py",
     "sampler/engine/sampling.py",

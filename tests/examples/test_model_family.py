@@ -56,7 +56,7 @@ def test_its_shape_is_read_without_jax(installed):
     # given a process that reads config and table, as linter, estimate, bridge and sampler do
     program = (
         "import sys; from pathlib import Path\n"
-        "from bridge import weight_map\n"
+        "from bridge.weight_map import weight_map\n"
         "from runspec.core.models.family import load_config\n"
         "print(len(weight_map(load_config(Path(sys.argv[1])))), 'jax' in sys.modules)\n"
     )

@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from bridge import weight_map
+from bridge.weight_map import weight_map
 from learner_jax import score
 from learner_jax.__main__ import main
 from learner_jax.decoder import rotation

@@ -20,7 +20,7 @@ import torch
 from jax.sharding import PartitionSpec
 from safetensors.torch import load_file
 
-from bridge import weight_map
+from bridge.weight_map import weight_map
 from learner_jax.__main__ import main
 from learner_jax.checkpoint import StateInfo, save_state
 from learner_jax.full_states import write_adapter

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from bridge import hf_shapes
+from bridge.weight_map import hf_shapes
 from runspec.core.errors import UserError
 from runspec.core.models import Dynamic, Linear, Llama3, ModelConfig, Yarn
 from runspec.core.models.family import hf_config, model_names, named_model, parse_config

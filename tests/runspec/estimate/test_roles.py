@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from benchmarks import reference_run
 from benchmarks.reference_run import Inputs, Published
-from bridge import hf_shapes
 from bridge.safetensors_io import write_safetensors
+from bridge.weight_map import hf_shapes
 from runspec.core.models.parameters import (
     MEMORY_UTILIZATION,
     forward_flops,

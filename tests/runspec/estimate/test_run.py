@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 import pytest
 from rich.console import Console
 
-from bridge import hf_shapes
+from bridge.weight_map import hf_shapes
 from runspec.cli.estimate_view import show_estimate
 from runspec.core.errors import UserError
 from runspec.core.models.family import model_config
