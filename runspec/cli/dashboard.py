@@ -45,7 +45,7 @@ def dashboard_command(
         UserError: there is no such run, or nothing can listen there.
     """
     # Drawn in here: numpy and tokenizers, which other commands do without.
-    from runspec.local.dashboard import PageData, exported_page
+    from runspec.local.dashboard.page import PageData, exported_page
     from runspec.local.dashboard.server import serve
 
     if len(runs) > _MAX_RUNS:

@@ -183,7 +183,7 @@ def write_summary(
     summary["evaluations"] = summarise_evaluations(results_of(run_dir, rows))
     write_atomic(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2).encode() + b"\n")
     # Drawn in here: numpy and tokenizers, which a run's other processes do not wait for.
-    from runspec.local.dashboard import PageData, exported_page
+    from runspec.local.dashboard.page import PageData, exported_page
     from runspec.local.dashboard.source import FolderSource
 
     try:

@@ -36,7 +36,7 @@ from runspec.core.schema.load import SpecFiles
 from runspec.core.tokenizer_files import ChatTemplate, tokenizer_of
 from runspec.lint.check import check_spec
 from runspec.local.apply import SUMMARY_FILE, write_summary
-from runspec.local.dashboard import PageData, exported_page
+from runspec.local.dashboard.page import PageData, exported_page
 from runspec.local.dashboard.rollouts import Rollouts
 from runspec.local.dashboard.source import FolderSource
 from runspec.local.model_folders import published_version
@@ -251,7 +251,7 @@ class TestPagesOfWhatStrangersSent:
     ) -> None:
         # given a rejected group that is too large for the page, which rejected ones come first in,
         # and a machine that may be slow
-        monkeypatch.setattr("runspec.local.dashboard.MAX_DECODING_S", HANG_S)
+        monkeypatch.setattr("runspec.local.dashboard.page.MAX_DECODING_S", HANG_S)
         run = MadeRun(tmp_path, say=lambda step, group, n: "x" * (300_000 if step == 4 else 5))
         run.add_steps(6)
         view = PageData(FolderSource(run.dir))

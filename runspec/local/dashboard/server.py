@@ -20,7 +20,7 @@ from runspec.core.connection_limits import ConnectionLimits, Observer, answering
 from runspec.core.errors import UserError
 from runspec.core.http_server import serving, until
 from runspec.core.process import stop_event_of_loop
-from runspec.local.dashboard import SECTIONS, PageData, live_page
+from runspec.local.dashboard.page import SECTIONS, PageData, live_page
 
 REFRESH_S = 2.0
 TOKEN = "Runspec-Token"  # noqa: S105 - a header's name

@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from runspec.core.errors import UserError
 from runspec.core.run_files import initial_model
 from runspec.core.signed import SigningKey
-from runspec.local.dashboard import PageData, exported_page, live_page
+from runspec.local.dashboard.page import PageData, exported_page, live_page
 from runspec.local.dashboard.rollouts import FIELDS, Rollouts
 from runspec.local.dashboard.server import TOKEN, Dashboard, is_loopback
 from runspec.local.dashboard.source import CoordinatorSource, FolderSource, Source
