@@ -16,8 +16,7 @@ worker may be killed at any point without a loss."""
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line and run the command; return its exit code."""
-    from sampler import evaluation
-    from sampler.evaluation import solve_rates
+    from sampler.evaluation import ask, solve_rates
     from sampler.tasks import check, grade
 
     parser = argparse.ArgumentParser(prog="python -m sampler", description=__doc__)
@@ -25,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     grade.add_commands(commands)
     solve_rates.add_command(commands)
     check.add_command(commands)
-    evaluation.add_command(commands)
+    ask.add_command(commands)
     options = parser.parse_args(arguments)
     code: int = options.call(options)
     return code

@@ -27,7 +27,7 @@ from runspec.core.schema import Evaluation, RunSpec
 from runspec.core.schema.role_names import evaluator_pool
 from runspec.core.signed import SigningKey
 from sampler.engine.engine import Engine, EngineDied, same_death_is_final
-from sampler.evaluation import Questions, ask, summary
+from sampler.evaluation.ask import Questions, ask, summary
 from sampler.tasks.task_set import RunTask, build_evaluation_set
 from sampler.worker.stores import VersionWatch
 from verify.client import CoordinatorClient, connect, problem_files

@@ -30,7 +30,7 @@ from runspec.core.schema.load import SpecFiles, load_layers
 from runspec.core.schema.lock_file import pin_model
 from runspec.core.schema.source_files import whole_uri
 from sampler.engine.arguments import find_pool
-from sampler.evaluation import SOLVED, Questions, answered
+from sampler.evaluation.ask import SOLVED, Questions, answered
 from sampler.tasks.task_set import RunTask, build_task_set
 from verify.plugins import TaskSet
 

@@ -18,7 +18,7 @@ from runspec.core.entry_points import KEY_VARIABLE, Asked, Measured
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.rows import lines
-from sampler.evaluation import mean_of
+from sampler.evaluation.ask import mean_of
 
 MAX_BYTES = 512 * 1024 * 1024
 """Largest result that is read."""

@@ -182,7 +182,7 @@ class Evaluated:
     model_digest: Digest | None
     """Digest of the version's tensors, if its manifest has one."""
     figures: Annotated[dict[Name, Figure], Field(max_length=64)]
-    """Figures by the names of `sampler.evaluation`."""
+    """Figures by the names of `sampler.evaluation.ask`."""
     faults: Natural
     """Answers that the grader failed at; they count nowhere."""
     problems: Annotated[list[ProblemResult], Field(max_length=MAX_PROBLEMS)]

@@ -21,7 +21,7 @@ from runspec.core.schema.load import SpecFiles, dump_resolved
 from runspec.core.signed import SigningKey
 from runspec.lint.check import check_spec
 from runspec.local.identity import make_identity
-from sampler.evaluation import figures
+from sampler.evaluation.ask import figures
 from sampler.tasks.traces import build_warm_start_data
 from tests.harness import free_port
 from tests.preloaded import ROLE, Program

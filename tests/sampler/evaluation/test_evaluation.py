@@ -16,7 +16,7 @@ import pytest
 from runspec.core.entry_points import Asked, evaluation_tool
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.schema import Evaluation
-from sampler.evaluation import WORDS, Overlap, figures, interval, majority, overlaps, pass_at_k
+from sampler.evaluation.ask import WORDS, Overlap, figures, interval, majority, overlaps, pass_at_k
 from sampler.evaluation.evaluator import Arrivals, Results, due, due_versions
 from tests.broadcast.conftest import ModelVersions, Run
 from tests.broadcast.fake_relay import held_until

@@ -18,7 +18,7 @@ from runspec.core.errors import UserError
 from runspec.core.schema import SamplerPool, Source
 from sampler.__main__ import main
 from sampler.engine.requests import Sampled, SampleRequest
-from sampler.evaluation import Questions
+from sampler.evaluation.ask import Questions
 from sampler.evaluation.solve_rates import (
     Tries,
     measure,
