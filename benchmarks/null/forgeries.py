@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from verify.toploc import (
+from verify.toploc.codec import (
     CHUNK_ROWS,
     MAGNITUDE,
     PRIME,

@@ -52,7 +52,7 @@ from verify.proof_commands import (
     open_activations,
 )
 from verify.thresholds import BFLOAT16
-from verify.toploc import (
+from verify.toploc.codec import (
     PRIME,
     TOP_K,
     MalformedProof,
