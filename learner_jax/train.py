@@ -24,7 +24,7 @@ from learner_jax.checkpoint import Saver
 from learner_jax.compile_cache import CompileCounter
 from learner_jax.distributed import IslandLink, LearnerRun, Peers, Word, mesh_devices
 from learner_jax.full_states import Start, StateWriter, find_start
-from learner_jax.islands import Alone, Island, join
+from learner_jax.islands.island import Alone, Island, join
 from learner_jax.islands.state import Behind, Stopped
 from learner_jax.metrics import Clock
 from learner_jax.recipes import Recipe, recipe_of

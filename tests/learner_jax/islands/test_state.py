@@ -19,8 +19,8 @@ import pytest
 
 from bridge.tensors import FlatLayout, Kind, codec
 from learner_jax.distributed import IslandLink, LearnerRun, Peers
-from learner_jax.islands import Island
 from learner_jax.islands.exchange import Exchange, Settled
+from learner_jax.islands.island import Island
 from learner_jax.islands.state import Behind, OuterState, outer_update, weighted_mean
 from learner_jax.leaves import HostLeaves, leaf_path
 from learner_jax.sharding import make_mesh
