@@ -31,7 +31,7 @@ from runspec.core.models.family import hf_config
 from runspec.core.process import setup_logging
 from runspec.core.schema import RunSpec
 from tests.verify.calibration.honest_run import WORKER, HonestRun
-from verify.calibration.command import calibrate
+from verify.calibration import calibrate
 from verify.calibration.measure import find_version, link_version, recomputed, submissions_of
 from verify.formats.lease import Lease, lease_digest
 from verify.formats.submission import Rollout

@@ -40,7 +40,7 @@ from bridge.delta import write_delta
 from learner_jax.checkpoint import save_params
 from learner_jax.model import abstract_params
 from runspec.core.canonical import digest_file
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.family import parse_config
 from runspec.core.run_files import PARAMS_NAME
 from runspec.estimate.broadcast import delta_bytes, version_bytes

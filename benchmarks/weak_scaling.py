@@ -30,7 +30,7 @@ from learner_jax.aot_command import (
     prepare_environment,
     topology_devices,
 )
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.family import model_names, named_model, parse_config
 from runspec.core.models.hardware import DEVICES
 from runspec.core.models.parameters import device_positions, logits_chunk

@@ -42,7 +42,7 @@ from bridge.weight_map import (
 from bridge.weight_map import Path as LeafPath
 from runspec.core.errors import UserError
 from runspec.core.files import Folder, last_file, read_bounded
-from runspec.core.models.config import CONFIG_NAME, ModelConfig, read_config
+from runspec.core.models import CONFIG_NAME, ModelConfig, read_config
 from runspec.core.models.family import load_config
 
 PROBE_NAME = "probe.json"

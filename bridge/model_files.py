@@ -13,7 +13,7 @@ from broadcast.store import TENSORS_NAME
 from runspec.core.canonical import digest_file
 from runspec.core.errors import UserError, one_line
 from runspec.core.files import Folder, new_directory, read_bounded
-from runspec.core.models.config import CONFIG_NAME, TOKENIZER_NAMES, read_config
+from runspec.core.models import CONFIG_NAME, TOKENIZER_NAMES, read_config
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.roles import issued_at, open_roles
 from runspec.core.signed import BadSignature

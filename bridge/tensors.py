@@ -18,7 +18,7 @@ import numpy as np
 from bridge.weight_map import Entry, Path, weight_map
 from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 
 DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),

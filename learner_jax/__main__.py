@@ -15,7 +15,7 @@ from runspec.core.run_files import island_folder, warm_start_cache
 from runspec.core.schema.role_names import island_role, island_spec, shares_name
 
 if TYPE_CHECKING:
-    from learner_jax.learner_run import IslandLink
+    from learner_jax.distributed import IslandLink
 
 LOCAL_HEARTBEAT_S = 10
 """Silence that ends the other processes of a learner on one machine, where no network is slow."""
@@ -191,7 +191,7 @@ def learn(role: Role, log: logging.Logger, *, join_s: int = 300, heartbeat_s: in
 
 def _link(role: Role, island: str, names: list[str]) -> IslandLink:
     """The island that a process is of; the first one knows how it finds the others."""
-    from learner_jax.learner_run import IslandLink
+    from learner_jax.distributed import IslandLink
 
     if role.name != names[0]:
         return IslandLink(island)

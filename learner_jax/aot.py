@@ -22,7 +22,7 @@ from learner_jax.optimizer import HOST_MEMORY
 from learner_jax.sharding import AXES, full_float32, make_mesh
 from learner_jax.step import Programs, build_programs
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.parameters import held_weights
 from runspec.core.schema import RunSpec
 

@@ -20,10 +20,10 @@ from jax import nn
 from jaxtyping import Array, Float, Int
 
 from learner_jax.attention import Rows, attend_in_rows, from_zigzag, packed_attention, to_zigzag
-from learner_jax.modules import Linear, RMSNorm, param, scan_layers, stacked
+from learner_jax.model import Linear, RMSNorm, param, scan_layers, stacked
 from learner_jax.sharding import Execution, constrain, wide_dtype, widen
-from runspec.core.models.config import Linear as LinearScaling
-from runspec.core.models.config import Llama3, ModelConfig, Yarn
+from runspec.core.models import Linear as LinearScaling
+from runspec.core.models import Llama3, ModelConfig, Yarn
 from runspec.core.models.family import OUTPUT_GAIN, normal
 
 Rotation = tuple[Array, Array]

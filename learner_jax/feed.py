@@ -24,8 +24,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from learner_jax.corpus.packed import Corpus, CorpusRows, open_corpus
-from learner_jax.distributed import MAX_MESSAGE_BYTES, PeerFailed, Peers, Word
-from learner_jax.learner_run import LearnerRun
+from learner_jax.distributed import MAX_MESSAGE_BYTES, LearnerRun, PeerFailed, Peers, Word
 from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded

@@ -21,8 +21,8 @@ from learner_jax.checkpoint import (
     StateInfo,
     state_steps,
 )
+from learner_jax.distributed import LearnerRun
 from learner_jax.feed import ManifestReader, manifest_digest
-from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import LeafPath, load_params, write_leaves
 from learner_jax.step import Programs, TrainState
 from learner_jax.versions import VersionWriter, differences
@@ -30,7 +30,7 @@ from runspec.core import run_files
 from runspec.core.canonical import canonical_json, digest_bytes, digest_file
 from runspec.core.errors import UserError
 from runspec.core.files import Folder, temporary_name, write_atomic
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import adapter_rows, axis_sizes
 from runspec.core.run_files import ARRAYS_NAME, initial_model

@@ -34,7 +34,7 @@ from learner_jax.model import abstract_params
 from learner_jax.sharding import param_shardings
 from runspec.core.errors import UserError
 from runspec.core.files import ObjectPath
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 
 LeafPath = tuple[str, ...]
 Index = tuple[slice, ...]

@@ -34,7 +34,7 @@ from learner_jax.model import bind
 from learner_jax.packing import Data
 from learner_jax.sharding import Execution, execution, full_float32, make_mesh, shard_batch
 from runspec.core import schema
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import chunk_tokens, prefill_bytes
 from runspec.core.schema import RunSpec

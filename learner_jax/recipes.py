@@ -11,6 +11,7 @@ import numpy as np
 
 from learner_jax.batch import Batch, BatchReader
 from learner_jax.corpus.packed import CorpusRows
+from learner_jax.distributed import LearnerRun
 from learner_jax.feed import (
     BatchFeed,
     DocumentBatch,
@@ -22,11 +23,9 @@ from learner_jax.feed import (
 )
 from learner_jax.full_states import Start
 from learner_jax.islands.mirror import MirroredReader
-from learner_jax.learner_run import LearnerRun
 from learner_jax.report import DocumentRecords, Records, RolloutRecords
 from learner_jax.step import Programs, TrainState
-from learner_jax.supervised import held_out_loss, supervised_step
-from learner_jax.training import StepResult, train_step
+from learner_jax.training import StepResult, held_out_loss, supervised_step, train_step
 
 
 class Recipe(ABC):

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from learner_jax.batch import Batch, alarm_limit
 from learner_jax.corpus.packed import Corpus
+from learner_jax.distributed import LearnerRun
 from learner_jax.feed import DocumentBatch
-from learner_jax.learner_run import LearnerRun
 from learner_jax.metrics import JsonLines
 from learner_jax.optimizer import learning_rate
 from learner_jax.packing import TokenBatch

@@ -43,7 +43,7 @@ from learner_jax.sharding import (
     wide_dtype,
 )
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.schema import RunSpec
 
 JOINING_UPDATES = 10

@@ -22,11 +22,10 @@ from typing import Any
 
 from learner_jax.checkpoint import Saver
 from learner_jax.compile_cache import CompileCounter
-from learner_jax.distributed import Peers, Word, mesh_devices
+from learner_jax.distributed import IslandLink, LearnerRun, Peers, Word, mesh_devices
 from learner_jax.full_states import Start, StateWriter, find_start
 from learner_jax.islands.island import Alone, Island, join
 from learner_jax.islands.state import Behind, Stopped
-from learner_jax.learner_run import IslandLink, LearnerRun
 from learner_jax.metrics import Clock
 from learner_jax.recipes import Recipe, recipe_of
 from learner_jax.sharding import full_float32, make_mesh
@@ -34,7 +33,7 @@ from learner_jax.step import Programs, build_programs, compile_ahead
 from learner_jax.versions import VersionWriter, build_probe, fingerprint
 from runspec.core.errors import UserError
 from runspec.core.http_server import serve_metrics
-from runspec.core.models.config import CONFIG_NAME, read_config
+from runspec.core.models import CONFIG_NAME, read_config
 from runspec.core.models.family import parse_config
 from runspec.core.process import not_retried
 from runspec.core.run_files import initial_model

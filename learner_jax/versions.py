@@ -26,8 +26,7 @@ from jaxtyping import Array, Float
 from bridge.safetensors_io import TENSORS_NAME
 from bridge.tensors import tree_digests
 from learner_jax.checkpoint import Saver, load_params, save_params
-from learner_jax.distributed import Peers
-from learner_jax.learner_run import LearnerRun
+from learner_jax.distributed import LearnerRun, Peers
 from learner_jax.leaves import HostLeaves
 from learner_jax.leaves import load_params as load_weights
 from learner_jax.logprobs import token_logprobs
@@ -38,7 +37,7 @@ from learner_jax.sharding import execution
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.process import RunStopped
 from runspec.core.run_files import versions_in, weights_folder
 from runspec.core.schema import RunSpec

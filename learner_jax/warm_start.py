@@ -31,11 +31,10 @@ from learner_jax.model import abstract_params, bind, init_params
 from learner_jax.packing import Packed, Sample, pack, row_bound
 from learner_jax.sharding import Execution, full_float32, make_mesh, shard_batch, shard_params
 from learner_jax.step import Programs, build_programs, microbatch_bound
-from learner_jax.supervised import score_rows, supervised_step
+from learner_jax.training import score_rows, supervised_step
 from runspec.core import canonical, files
 from runspec.core.errors import UserError
-from runspec.core.models import family
-from runspec.core.models.config import CONFIG_NAME, ModelConfig
+from runspec.core.models import CONFIG_NAME, ModelConfig, family
 from runspec.core.models.family import hf_config
 from runspec.core.models.parameters import parameter_count
 from runspec.core.process import RunStopped, not_retried

@@ -35,7 +35,7 @@ def work(role: Role, log: logging.Logger) -> None:
     restart_with_libraries()  # before what takes seconds to import
     stop = stop_event(GRACE_S)
     with not_retried():  # imported after the signals are caught
-        from sampler.worker.start import work
+        from sampler.worker import work
 
     work(role, log, stop)
 

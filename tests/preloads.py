@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 from multiprocessing import forkserver
 
-import sampler.engine.preload
+import sampler.engine.preload  # noqa: F401 - for whoever forks
 import sampler.engine.worker_extension
-import sampler.worker.start  # noqa: F401 - for whoever forks
+import sampler.worker
 from sampler.engine.processes import FORKED
 
 __all__ = ["sampler"]

@@ -52,7 +52,7 @@ def test_every_bundle_is_brought_to_one_machine(machines: Machines) -> None:
 
 @pytest.mark.parametrize("machine", ["sampler", "validator"])
 def test_a_role_says_for_whom_it_waits(machines: Machines, tmp_path: Path, machine: str) -> None:
-    """It ends after `verify.timeouts.COORDINATOR_S`: tests/sampler/worker/test_loop.py
+    """It ends after `verify.COORDINATOR_S`: tests/sampler/worker/test_loop.py
     and tests/verify/test_coordinator_http.py hold that with shorter waits."""
     [words] = [words for on, words in commands() if on == machine]
     log = tmp_path / "log"

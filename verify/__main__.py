@@ -8,8 +8,7 @@ import logging
 import sys
 
 from runspec.core.process import Role, stop_event
-from verify import proof_commands
-from verify.calibration import command as calibration
+from verify import calibration, proof_commands
 from verify.commands import add_audit_command, add_table_command
 
 

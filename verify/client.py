@@ -28,6 +28,7 @@ from runspec.core.roles import use_invite
 from runspec.core.schema import RunSpec
 from runspec.core.schema.source_files import compare_data_digests, data_digest, file_digest
 from runspec.core.signed import BadSignature, SigningKey
+from verify import BACKLOG_S, COORDINATOR_S
 from verify.coordinator_http import (
     MAX_ANSWER_BYTES,
     CoordinatorHttp,
@@ -38,7 +39,6 @@ from verify.formats import documents
 from verify.formats.lease import lease_digest, open_lease
 from verify.formats.submission import largest_submission_bytes, open_submission
 from verify.formats.verdict import open_verdict
-from verify.timeouts import BACKLOG_S, COORDINATOR_S
 
 __all__ = ["CoordinatorClient", "RunFinished", "SubmissionRefused", "WorkItem"]
 

@@ -16,7 +16,7 @@ from runspec.core.canonical import is_digest
 from runspec.core.errors import UserError
 from runspec.core.files import atomic_file, read_bounded
 from runspec.core.process import EXIT_INTERNAL
-from verify.audit.replay import audit
+from verify.audit import audit
 from verify.formats import submission, verdict
 from verify.formats.tables import DTYPES, Column, MalformedTable, Schema
 

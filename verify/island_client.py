@@ -15,10 +15,10 @@ from runspec.core.canonical import canonical_json, digest_bytes, is_digest, pars
 from runspec.core.errors import UserError
 from runspec.core.http_client import Answer
 from runspec.core.signed import BadSignature, SigningKey
+from verify import COORDINATOR_S
 from verify.coordinator_http import MAX_ANSWER_BYTES, CoordinatorHttp, SubmissionRefused
 from verify.formats import batch
 from verify.formats.verdict import MAX_BYTES as MAX_FILE_BYTES
-from verify.timeouts import COORDINATOR_S
 
 
 class IslandRefused(UserError):

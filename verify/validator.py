@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 from runspec.core.canonical import hash_parts
 from runspec.core.errors import UserError, one_line
 from runspec.core.http_server import counter, gauge, serve_metrics
-from runspec.core.models.config import read_config
+from runspec.core.models import read_config
 from runspec.core.process import Role, not_retried
 from runspec.core.schema import RunSpec
 from runspec.core.signed import BadSignature, SigningKey

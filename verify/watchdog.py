@@ -19,8 +19,8 @@ from typing import Protocol
 
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_INTERNAL
+from verify import STAGE_DEADLINES_S
 from verify.client import CoordinatorClient, RunFinished
-from verify.timeouts import STAGE_DEADLINES_S
 
 HEARTBEAT_S = 10.0
 GRACE_S = 8.0

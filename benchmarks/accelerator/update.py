@@ -32,7 +32,7 @@ from learner_jax.packing import LossInputs, Sample, TokenBatch, pack
 from learner_jax.report import peak_flops
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import Accumulated, Programs, TrainState, build_programs, microbatch_bound
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.family import parse_config
 from runspec.core.models.parameters import useful_flops
 from runspec.core.schema import RunSpec

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.attacks.policies import END, Weights
 from learner_jax.decoder import rotate, rotation
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from verify.noise import gumbel
 from verify.truncation import kept_from
 

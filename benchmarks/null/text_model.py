@@ -26,7 +26,7 @@ from learner_jax.logprobs import token_logprobs
 from learner_jax.model import bind, init_params
 from learner_jax.optimizer import apply_gradients, build_optimizer, init_state
 from learner_jax.sharding import Execution
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.family import hf_config, parse_config
 from runspec.core.schema import Optimizer
 from verify.toploc.codec import CHUNK_ROWS

@@ -80,7 +80,7 @@ def ours(folder: Path, settings: dict[str, Any], arrays: dict[str, Any]) -> Step
     from learner_jax.leaves import load_params
     from learner_jax.sharding import make_mesh
     from learner_jax.step import build_programs
-    from learner_jax.supervised import supervised_step
+    from learner_jax.training import supervised_step
     from runspec.core.models.family import load_config
 
     packed = packed_rows(settings, documents_of(arrays))

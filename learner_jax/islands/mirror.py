@@ -23,7 +23,7 @@ from typing import Any
 
 from broadcast.client import WeightsClient
 from learner_jax import feed
-from learner_jax.learner_run import IslandLink, LearnerRun
+from learner_jax.distributed import IslandLink, LearnerRun
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic

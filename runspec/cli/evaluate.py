@@ -29,7 +29,7 @@ from runspec.cli import options, serve
 from runspec.cli.checks import located
 from runspec.core.entry_points import KEY_VARIABLE, Asked, EvaluationTool, evaluation_tool
 from runspec.core.errors import BadUsage, UserError, one_line
-from runspec.core.models.config import TOKENIZER_NAMES
+from runspec.core.models import TOKENIZER_NAMES
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import SpecFiles, dump_resolved, load_layers
 from runspec.core.schema.role_names import evaluator_pool

@@ -217,8 +217,8 @@ def _join(
             place="join",
             remedy=f"{install_command('sampler-cuda')} (or sampler-cpu, sampler-tpu)",
         )
+    from verify import PERSON_S
     from verify.client import CoordinatorClient  # it needs them
-    from verify.timeouts import PERSON_S
 
     assert link.run is not None and link.root is not None, "the link is whole"
     folder, key = (folder or FOLDER / link.run).absolute(), _key(key_file)

@@ -49,8 +49,10 @@ from runspec.local.site import ANY_MACHINE, BUNDLES, TRUNK_GROUP, Disk, groups_o
 from runspec.local.supervisor import readers_names
 from runspec.plan import (
     LIVE,
+    AotReport,
     Change,
     SavedPlan,
+    compile_step,
     difference,
     of_class,
     roles_to_restart,
@@ -58,7 +60,6 @@ from runspec.plan import (
     severest,
     shown,
 )
-from runspec.plan.aot import AotReport, compile_step
 from runspec.plan.estimate import RunEstimate, estimate_run
 
 EXIT_CHANGES = 6

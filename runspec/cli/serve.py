@@ -29,7 +29,7 @@ from runspec.cli import options
 from runspec.cli.runs import run_and_version
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
-from runspec.core.models.config import TOKENIZER_NAMES
+from runspec.core.models import TOKENIZER_NAMES
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import CPU_BLOCK_TOKENS, MAX_SEQUENCES, cpu_kv_bytes
 from runspec.core.schema import RunSpec, SamplerPool

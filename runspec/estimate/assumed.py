@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.hardware import device_count, device_of
 from runspec.core.models.parameters import MEMORY_UTILIZATION, trained_count
 from runspec.core.schema import Hardware, RunSpec, SamplerPool

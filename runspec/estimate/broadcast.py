@@ -54,7 +54,7 @@ from math import inf, log2, prod
 from typing import NamedTuple
 
 from bridge.weight_map import file_header, hf_shapes, plan_shards
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.schema import Islands, RunSpec
 from runspec.estimate.assumed import REPORT_TRIPS, ROUND_TRIPS, SHARE_BYTES_S, changed_share
 

@@ -32,8 +32,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from runspec.core.models import ModelConfig
 from runspec.core.models import parameters as model
-from runspec.core.models.config import ModelConfig
 from runspec.core.models.parameters import WIDTH
 from runspec.core.schema import Mesh, RunSpec
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.family import model_config
 from runspec.core.schema import Hardware, IslandMember, RunSpec
 from runspec.core.schema.findings import Number, Severity

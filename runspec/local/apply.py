@@ -23,7 +23,7 @@ from runspec.local.progress import Progress, RunProgress, StageProgress, last_er
 from runspec.local.run_view import REMEDY, budget_limits
 from runspec.local.state import RunState, StorageWait
 from runspec.local.supervisor import LiveRun, Session, Supervisor, Watcher, describe_exit
-from verify.timeouts import STORAGE_S
+from verify import STORAGE_S
 
 LOG_LINES = 20
 SUMMARY_FILE = "summary.json"

@@ -18,7 +18,7 @@ from runspec.core import run_files
 from runspec.core.canonical import MalformedJson, digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import Folder, new_directory, read_bounded
-from runspec.core.models.config import TOKENIZER_NAMES
+from runspec.core.models import TOKENIZER_NAMES
 from runspec.core.models.family import load_config
 from runspec.core.process import root_public_key
 from runspec.core.schema import RunSpec

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from runspec.core.entry_points import install_command, list_command, machine_kind
 from runspec.core.errors import UserError
 from runspec.core.files import expand_user
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.family import load_config, model_config
 from runspec.core.models.hardware import device_count
 from runspec.core.models.parameters import WIDTH, trained_count, trained_parameters

@@ -44,7 +44,7 @@ from runspec.local.formatting import reported
 from runspec.local.model_folders import full_states
 from runspec.local.planning import STARTS_ANEW
 from runspec.local.state import RunState
-from verify.coordinator.ledger.ledger import closed_steps, open_ledger, record_rollback
+from verify.coordinator.ledger import closed_steps, open_ledger, record_rollback
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 
 INTENT_FILE = "rollback.json"

@@ -36,7 +36,7 @@ from runspec.local.metrics import Row, read_rows, step_gaps
 from runspec.local.progress import stages
 from runspec.local.run_dir import holder
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
-from verify.coordinator.ledger.ledger import Dropped, read_dropped
+from verify.coordinator.ledger import Dropped, read_dropped
 from verify.formats.documents import Evaluated
 
 EVENTS = 10

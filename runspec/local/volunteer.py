@@ -18,7 +18,7 @@ from pathlib import Path
 
 from runspec.core.entry_points import Kind, extra_of, install_command
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.hardware import device_count
 from runspec.core.models.parameters import MEMORY_UTILIZATION
 from runspec.core.process import SUPERVISOR, Endpoints, save_endpoints

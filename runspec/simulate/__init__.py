@@ -15,7 +15,7 @@ from math import exp, log, sqrt
 from random import Random
 from typing import Literal
 
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.schema import RunSpec
 from runspec.estimate import assumed
 from runspec.estimate.broadcast import VersionSize

@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from runspec.core.errors import BadUsage, UserError
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.schema import Hardware, RunSpec, SamplerPool, fields
 from runspec.core.schema.findings import Finding, format_finding
 from runspec.core.schema.schema_fields import close_match

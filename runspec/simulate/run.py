@@ -12,7 +12,7 @@ from functools import partial
 from math import inf
 
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.schema import RunSpec
 from runspec.estimate.broadcast import version_size
 from runspec.simulate import (

@@ -32,8 +32,13 @@ from runspec.core.schema import Evaluation, RunSpec, SamplerPool
 from runspec.core.schema.load import MAX_BYTES, parse_resolved
 from runspec.core.schema.role_names import evaluator_pool
 from sampler.engine.requests import Sampled, SampleRequest, sample_requests
-from sampler.tasks.prompts import PromptCodec
-from sampler.tasks.task_set import Problems, RunTask, build_evaluation_set, problem_filter
+from sampler.tasks.task_set import (
+    Problems,
+    PromptCodec,
+    RunTask,
+    build_evaluation_set,
+    problem_filter,
+)
 from verify.formats.documents import Figure, ProblemResult
 from verify.noise import noise_key
 from verify.plugins import GradeItem, GraderFault

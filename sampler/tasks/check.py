@@ -24,16 +24,14 @@ from runspec.core.process import run_role
 from runspec.core.schema import Reward, RunSpec
 from runspec.core.schema.load import load_resolved
 from runspec.core.schema.schema_fields import close_match
-from sampler.tasks.answers import Answer
 from sampler.tasks.file_source import FileSource
 from sampler.tasks.graders import Graders
 from sampler.tasks.gym import origin_of
-from sampler.tasks.interfaces import Keep, ProblemSource, make_source, make_term
+from sampler.tasks.interfaces import Answer, Keep, ProblemSource, make_source, make_term
 from sampler.tasks.launch import require_graders
-from sampler.tasks.prompts import PromptCodec
 from sampler.tasks.rewards.code_tests import read_tests
 from sampler.tasks.rewards.math import truths_of
-from sampler.tasks.task_set import problem_filter
+from sampler.tasks.task_set import PromptCodec, problem_filter
 from verify.plugins import GraderFault, Problem, load_warm_start_data
 
 NAME = "check"

@@ -17,10 +17,9 @@ from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
 from runspec.core.schema import Reward
 from runspec.core.schema.source_files import REWARD_GROUP
-from sampler.tasks.answers import Answer, Result
 from sampler.tasks.graders import Graders
-from sampler.tasks.interfaces import completed, find_kind
-from sampler.tasks.prompts import Thinking, answer_in
+from sampler.tasks.interfaces import Answer, Result, completed, find_kind
+from sampler.tasks.task_set import Thinking, answer_in
 from verify.plugins import GraderFault, Problem
 
 MAX_LINE_BYTES = 64 * 1024 * 1024

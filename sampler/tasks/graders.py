@@ -15,14 +15,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from runspec.core.schema import Reward
-from sampler.tasks import answers as grading
-from sampler.tasks.answers import (
+from sampler.tasks import interfaces as grading
+from sampler.tasks.interfaces import (
     Answer,
     Result,
+    Score,
+    TaskTerm,
     TermRules,
     fault,
+    make_term,
 )
-from sampler.tasks.interfaces import Score, TaskTerm, make_term
 from sampler.tasks.launch import GraderLost, GraderProcess
 from verify.plugins import GraderFault
 

@@ -132,7 +132,7 @@ class Packages:
             return spec_from_file_location(name, packages[name])
 sys.path[:] = paths
 sys.meta_path.insert(0, Packages)
-from sampler.tasks.answers import main
+from sampler.tasks.interfaces import main
 main()
 """
 """Imports our packages and those of the plug-ins by their files, because the folders around them,

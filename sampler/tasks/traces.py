@@ -27,8 +27,15 @@ from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.schema import RunSpec
 from runspec.core.tokenizer_files import TokenizerFiles
-from sampler.tasks.prompts import THINK_END, PromptCodec, unformatted
-from sampler.tasks.task_set import InSplit, Problems, problem_filter, target_lengths
+from sampler.tasks.task_set import (
+    THINK_END,
+    InSplit,
+    Problems,
+    PromptCodec,
+    problem_filter,
+    target_lengths,
+    unformatted,
+)
 from verify.plugins import Problem, Split, Trace
 
 PAD, EOS, UNKNOWN, THINK = "<pad>", "<eos>", "<unk>", "<think>"

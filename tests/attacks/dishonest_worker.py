@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from runspec.core.process import Role, run_role, stop_event
 from sampler.engine.engine import Engine
 from sampler.engine.requests import LoadReport
-from sampler.worker.start import work
+from sampler.worker import work
 from sampler.worker.worker import Worker
 from verify.formats.submission import Rollout
 

@@ -38,7 +38,7 @@ from tests.verify.bench import envelope_of
 from tests.verify.coordinator.deployment import blank_rows
 from tests.waiting import eventually
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
-from verify.coordinator.ledger.ledger import Ledger
+from verify.coordinator.ledger import Ledger
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
 from verify.coordinator.machine.trust import Standing

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sampler.tasks.answers import Answer
 from sampler.tasks.graders import Graders
-from sampler.tasks.interfaces import Score
+from sampler.tasks.interfaces import Answer, Score
 from tests.processes import with_word
 from tests.sampler.tasks.grading.plugin import reward
 from tests.waiting import eventually

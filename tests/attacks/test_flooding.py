@@ -26,10 +26,9 @@ from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec
 from tests.verify.coordinator.over_http import granted, post
 from tests.waiting import eventually
 from verify.coordinator import authentication as limits
-from verify.coordinator import requests
-from verify.coordinator.handlers import context
+from verify.coordinator import handlers, requests
 from verify.coordinator.handlers.public import Cache
-from verify.coordinator.ledger.ledger import Ledger
+from verify.coordinator.ledger import Ledger
 from verify.coordinator_http import ENVELOPE, sign_request
 
 pytestmark = pytest.mark.slow
@@ -155,7 +154,7 @@ class TestFlooding:
     def test_a_large_status_is_sent_to_few_at_once(
         self, site: Site, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(context, "_SMALL_BYTES", 100)
+        monkeypatch.setattr(handlers, "_SMALL_BYTES", 100)
         key, _ = site.worker()
         ask = lambda: httpx.get(f"{site.url}/v1/status")  # noqa: E731
         assert [each["key"] for each in ask().json()["workers"]] == [key.public_hex]

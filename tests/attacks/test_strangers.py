@@ -31,7 +31,7 @@ from runspec.core import rows as row_files
 from runspec.core.canonical import MAX_DEPTH, MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import open_lock
-from runspec.core.models.config import read_config
+from runspec.core.models import read_config
 from runspec.core.schema.load import SpecFiles
 from runspec.core.tokenizer_files import ChatTemplate, tokenizer_of
 from runspec.lint.check import check_spec

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from bridge.conversion import LeafReader
 from bridge.weight_map import Path as LeafPath
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 
 MakeModel = Callable[..., Path]
 LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}

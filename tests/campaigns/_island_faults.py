@@ -19,7 +19,7 @@ from runspec.core.schema import RunSpec
 from runspec.core.schema.load import dump_resolved
 from runspec.core.signed import SigningKey
 from tests.learner_jax.islands.island_runs import IslandRun
-from verify.coordinator.ledger.ledger import Ledger
+from verify.coordinator.ledger import Ledger
 from verify.coordinator.machine.events import IslandsCommitted
 from verify.formats.batch import CommitRecord
 from verify.island_client import Committed, IslandClient

@@ -45,7 +45,7 @@ from learner_jax.model import abstract_params, bind, init_params
 from learner_jax.optimizer import apply_gradients, build_optimizer, init_state
 from learner_jax.sharding import Execution
 from runspec.core.files import write_atomic
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.schema import Optimizer, Outer
 
 LOG = logging.getLogger(__name__)

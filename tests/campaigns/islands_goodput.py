@@ -28,7 +28,7 @@ from runspec.core.run_files import STATE_FILE
 from tests.campaigns._island_faults import MindedRun
 from tests.learner_jax.islands.island_runs import spec_of
 from tests.learner_jax.test_document_runs import make_files
-from verify.coordinator.ledger.ledger import Ledger
+from verify.coordinator.ledger import Ledger
 from verify.coordinator.machine.events import IslandsCommitted, VersionPublished
 
 CALM_S = 60.0 * float(os.environ.get("ISLANDS_GOODPUT_CALM", "1.5"))

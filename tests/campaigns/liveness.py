@@ -21,7 +21,7 @@ from runspec.core.run_files import STATE_FILE
 from runspec.core.schema.load import load_resolved
 from runspec.core.signed import SigningKey
 from tests.attacks.hostile_keys import hostile
-from verify.coordinator.ledger.ledger import Ledger
+from verify.coordinator.ledger import Ledger
 from verify.coordinator.machine.events import KeyBanned, LeaseGranted, LeaseOverdue, StepClosed
 from verify.coordinator.machine.events import WorkerQuarantined as Quarantined
 from verify.coordinator.machine.state import Policy

@@ -14,8 +14,8 @@ from operator import ne
 from pathlib import Path
 from typing import Any
 
-from sampler.tasks.answers import Answer
 from sampler.tasks.graders import Graders
+from sampler.tasks.interfaces import Answer
 from tests.sampler.tasks.grading.plugin import reward
 from tests.sampler.tasks.rewards import test_math
 from verify.plugins import Problem

@@ -138,7 +138,7 @@ def trained_bits(spec: RunSpec, rows: Any, held_out: CorpusRows) -> tuple[float,
     from learner_jax.model import abstract_params, init_params
     from learner_jax.sharding import make_mesh, shard_params
     from learner_jax.step import build_programs
-    from learner_jax.supervised import held_out_loss, supervised_step
+    from learner_jax.training import held_out_loss, supervised_step
     from runspec.core.models.family import model_config
 
     config = model_config(spec)

@@ -28,7 +28,7 @@ from sampler.tasks.traces import build_warm_start_data
 from tests.examples.installed import installed_paths
 from tests.harness import TARGET_SHORT, LiveRun, runspec, standing_still
 from tests.waiting import HANG_S
-from verify.coordinator.ledger.ledger import Ledger
+from verify.coordinator.ledger import Ledger
 from verify.coordinator.machine.events import RolledBack
 
 pytestmark = pytest.mark.nightly

@@ -12,8 +12,8 @@ import pytest
 
 from learner_jax.model import abstract_lora, abstract_params
 from runspec.core.errors import UserError
+from runspec.core.models import ModelConfig
 from runspec.core.models import family as families
-from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import MODELS_GROUP, Family, Row, family, load_config, parse_config
 from runspec.core.models.parameters import (
     adapter_rows,

@@ -19,7 +19,7 @@ import numpy as np
 
 from learner_jax.loss import token_weights
 from learner_jax.packing import LossInputs, Packed
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.schema import Clip, Grpo
 
 MAX_NEW_TOKENS = 16

@@ -26,7 +26,7 @@ from learner_jax.model import bind
 from learner_jax.packing import Packed, Sample, TokenBatch, pack
 from learner_jax.sharding import Execution, full_float32, make_mesh
 from runspec.core import schema
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.family import load_config, parse_config
 from tests.learner_jax.families import (
     FAMILIES,

@@ -23,7 +23,7 @@ from learner_jax.sharding import Execution, make_mesh, shard_batch, shard_params
 from learner_jax.step import build_programs
 from runspec.core import schema
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.schema import Grpo, Mesh, Packing, RunSpec
 from tests.learner_jax.conftest import changed, tiny_spec
 from tests.learner_jax.reference import (

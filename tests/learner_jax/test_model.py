@@ -37,7 +37,7 @@ from learner_jax.sharding import Execution, make_mesh, param_shardings
 from learner_jax.step import TrainState
 from learner_jax.warm_start import model_config
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.family import hf_config, load_config, parse_config
 from runspec.core.models.family import model_config as estimated_config
 from runspec.core.models.parameters import parameters, trained_parameters

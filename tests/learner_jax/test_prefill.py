@@ -38,7 +38,7 @@ from learner_jax.warm_start import model_config
 from runspec.core import schema
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.run_files import params_folder
 from sampler.prefill import TorchPrefill
 from tests.broadcast.conftest import Served

@@ -20,7 +20,7 @@ from learner_jax.sharding import Execution
 from learner_jax.step import policy_logprobs
 from learner_jax.training import StepResult
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.parameters import matrix_parameters, useful_flops
 from runspec.core.schema import Lora
 from tests.figures import figures_of

@@ -20,8 +20,7 @@ from learner_jax.model import abstract_params
 from learner_jax.packing import LossInputs, Sample, TokenBatch, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import Programs, TrainState, build_programs, microbatch_bound
-from learner_jax.supervised import held_out_loss, supervised_step
-from learner_jax.training import StepResult
+from learner_jax.training import StepResult, held_out_loss, supervised_step
 from runspec.core.errors import UserError
 from runspec.core.models.parameters import KEPT_LOGITS
 from runspec.core.schema import Mesh, Packing, Remat, RunSpec

@@ -32,7 +32,7 @@ from learner_jax.sharding import logical_sharding, make_mesh, shard_params
 from learner_jax.step import Accumulated, Programs, TrainState, build_programs
 from learner_jax.training import StepResult, train_step
 from learner_jax.warm_start import model_config
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.parameters import Parameter
 from runspec.core.process import RunStopped
 from runspec.core.schema import Lora, Mesh, Optimizer, RunSpec

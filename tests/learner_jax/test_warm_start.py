@@ -30,7 +30,7 @@ from learner_jax.warm_start import (
 )
 from runspec.core.canonical import digest_bytes
 from runspec.core.files import open_folder_lock
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.family import load_config
 from runspec.core.process import RunStopped
 from runspec.core.schema import RunSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.family import model_config
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import SpecFiles, load_layers

@@ -35,7 +35,7 @@ from tests.verify.profiles import document, made_profile, with_profile
 from tests.verify.small_model import NumpyEngine, ParityTask, Worker, fixed_key, small_spec
 from tests.waiting import eventually
 from verify import validator
-from verify.audit.replay import audit
+from verify.audit import audit
 from verify.client import RunFinished, SubmissionRefused, problem_files
 from verify.formats.documents import Evaluated, Figure, sign_evaluation
 from verify.formats.lease import open_lease

@@ -23,7 +23,7 @@ from runspec.core.run_files import SubmissionFiles, submission_files, weights_fo
 from runspec.core.schema import RunSpec, SamplerPool
 from verify.checks.prefill import logprob_diff
 from verify.checks.rows import Rejected, open_rows
-from verify.coordinator.ledger.ledger import read_events
+from verify.coordinator.ledger import read_events
 from verify.coordinator.machine.events import LeaseGranted, SubmissionReceived
 from verify.formats.lease import Lease
 from verify.formats.submission import (

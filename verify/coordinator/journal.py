@@ -18,13 +18,13 @@ from runspec.core.errors import NotNow, UserError
 from runspec.core.files import remove_leftovers, write_atomic
 from runspec.core.process import RunStopped
 from runspec.core.run_files import STATE_FILE, step_folder, submission_files
-from verify.coordinator.ledger.ledger import Ledger
+from verify import STORAGE_S
+from verify.coordinator.ledger import Ledger
 from verify.coordinator.machine.events import CoordinatorStarted, Event, RolledBack, StepClosed
 from verify.coordinator.machine.state import Policy, State
 from verify.coordinator.machine.transitions import apply, recorded
 from verify.coordinator.machine.verdicts import History
 from verify.formats import batch as batch_format
-from verify.timeouts import STORAGE_S
 
 _log = logging.getLogger(__name__)
 _SHORTEST_WAIT_S = 0.001

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig, check_sizes, parse_rope
+from runspec.core.models import ModelConfig, check_sizes, parse_rope
 from runspec.core.models.family import Family, Row, layer_rows
 
 OUTPUT_GAIN = 0.1

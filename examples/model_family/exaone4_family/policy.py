@@ -7,9 +7,9 @@ from jaxtyping import Array, Float, Int
 
 from learner_jax.attention import Rows
 from learner_jax.decoder import Attention, Decoder, Mlp, Rotation
-from learner_jax.modules import RMSNorm
+from learner_jax.model import RMSNorm
 from learner_jax.sharding import Execution, constrain
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 
 
 class Layer(nnx.Module):

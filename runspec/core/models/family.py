@@ -29,7 +29,7 @@ from typing import Any
 
 from runspec.core.errors import UserError
 from runspec.core.files import expand_user
-from runspec.core.models.config import (
+from runspec.core.models import (
     CONFIG_NAME,
     SIZES,
     ModelConfig,

@@ -27,7 +27,7 @@ from math import prod
 from typing import Any
 
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.family import AXES, ZEROS, Initial, Row, family, normal
 from runspec.core.schema import Learner, Lora, Mesh, RunSpec, SamplerPool
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.schema import RunSpec
 from runspec.core.schema.role_names import step_overlap
 from runspec.estimate.assumed import changed_share

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import ceil, sqrt
 
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.hardware import DEVICES, device_count, device_of
 from runspec.core.models.parameters import MAX_LOGITS, MEMORY_UTILIZATION, prefill_bytes
 from runspec.core.models.parameters import logits_chunk as logits_positions

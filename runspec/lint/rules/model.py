@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.family import model_names, named_model
 from runspec.core.models.parameters import matrix_shapes
 from runspec.core.schema.source_files import column_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runspec.core.models.config import Dynamic, Linear, ModelConfig, Yarn
+from runspec.core.models import Dynamic, Linear, ModelConfig, Yarn
 from runspec.core.models.hardware import device_count
 from runspec.core.models.parameters import CPU_HEAD_SIZES
 from runspec.core.schema import Hardware, RunSpec

@@ -29,7 +29,7 @@ from runspec.local.metrics import bytes_sent, latest_by_step, objects, read_rows
 from runspec.local.run_view import look_at
 from verify.client import MAX_LIST_BYTES
 from verify.coordinator.handlers.workers import read_state, summary
-from verify.coordinator.ledger.ledger import BadRow, LedgerSnapshot, damaged, decode_event
+from verify.coordinator.ledger import BadRow, LedgerSnapshot, damaged, decode_event
 from verify.coordinator.ledger.store import NoLedger
 from verify.coordinator.machine.events import Event
 from verify.coordinator_http import CoordinatorHttp, SubmissionRefused

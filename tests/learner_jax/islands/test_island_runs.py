@@ -12,9 +12,8 @@ import pytest
 
 from bridge.conversion import LeafReader
 from bridge.tensors import FlatLayout
-from learner_jax.distributed import Peers
-from learner_jax.learner_run import IslandLink, LearnerRun
-from runspec.core.models.config import read_config
+from learner_jax.distributed import IslandLink, LearnerRun, Peers
+from runspec.core.models import read_config
 from runspec.core.models.family import parse_config
 from runspec.core.run_files import corpus_cache, island_folder
 from runspec.local.identity import make_identity

@@ -24,7 +24,7 @@ from learner_jax.leaves import HostLeaves, leaf_path, load_params
 from learner_jax.model import init_params
 from learner_jax.sharding import make_mesh
 from learner_jax.step import Programs, build_programs
-from learner_jax.supervised import supervised_step
+from learner_jax.training import supervised_step
 from learner_jax.warm_start import model_config
 from runspec.core.models.family import load_config
 from runspec.core.schema import Outer

@@ -20,7 +20,7 @@ from learner_jax.leaves import load_params
 from learner_jax.optimizer import learning_rate
 from learner_jax.sharding import make_mesh
 from learner_jax.step import build_programs
-from learner_jax.supervised import supervised_step
+from learner_jax.training import supervised_step
 from runspec.core.models.family import load_config
 from runspec.core.schema import Mesh, Optimizer, ZLoss
 from tests.learner_jax.families import in_double

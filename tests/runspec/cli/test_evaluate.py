@@ -33,9 +33,8 @@ from runspec.core.errors import BadUsage, UserError
 from runspec.core.models.family import named_model
 from runspec.core.schema import RunSpec, Source
 from runspec.local.backend import StopSignals
-from sampler.tasks.answers import Answer
 from sampler.tasks.graders import Graders
-from sampler.tasks.interfaces import ProblemSource, make_source
+from sampler.tasks.interfaces import Answer, ProblemSource, make_source
 from tests.runspec.cli.in_process import runspec
 from tests.sampler.tasks.grading.plugin import reward
 from tests.sampler.tasks.row_files import KeepAll, write_jsonl

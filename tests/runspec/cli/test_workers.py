@@ -30,7 +30,7 @@ from runspec.local.volunteer import choose_pool, lacks, open_pools
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.supervised import shipped
 from tests.verify.coordinator.deployment import Site, tiny_spec
-from verify.coordinator.ledger.ledger import Ledger
+from verify.coordinator.ledger import Ledger
 from verify.coordinator.machine.events import BanLifted, KeyBanned, StepClosed
 
 FOLDER = Path("join")

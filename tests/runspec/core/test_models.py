@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from bridge.weight_map import hf_shapes
 from runspec.core.errors import UserError
-from runspec.core.models.config import Dynamic, Linear, Llama3, ModelConfig, Yarn
+from runspec.core.models import Dynamic, Linear, Llama3, ModelConfig, Yarn
 from runspec.core.models.family import hf_config, model_names, named_model, parse_config
 from runspec.core.models.hardware import DEVICES, device_count, jax_device
 from runspec.core.models.parameters import parameter_count

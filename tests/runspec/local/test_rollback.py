@@ -29,7 +29,7 @@ from tests.object_store import BUCKET, s3_server
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.local.fake_run import TARGET_SHORT, ZERO, prepared, small_spec, store
 from verify.coordinator.journal import Journal
-from verify.coordinator.ledger.ledger import Ledger
+from verify.coordinator.ledger import Ledger
 from verify.coordinator.machine.events import (
     CoordinatorStarted,
     NonceDrawn,

@@ -17,17 +17,18 @@ from runspec.core.schema import RunSpec
 from runspec.core.schema.schema_fields import block_in, schema_fields
 from runspec.plan import (
     READERS,
+    AotReport,
     BadPlan,
     Change,
     SavedPlan,
     Seen,
+    compile_step,
     difference,
     read_plan,
     roles_to_restart,
     save_plan,
     severest,
 )
-from runspec.plan.aot import AotReport, compile_step
 from tests.learner_jax.conftest import tiny_spec
 from tests.runspec.local.fake_run import small_spec
 from tests.runspec.supervised import supervised_spec

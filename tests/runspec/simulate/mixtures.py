@@ -6,7 +6,7 @@ from functools import cache
 from random import Random
 from typing import Any
 
-from runspec.core.models.config import ModelConfig
+from runspec.core.models import ModelConfig
 from runspec.core.models.family import model_config
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import SpecFiles

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
 from runspec.core.signed import SigningKey
+from sampler import worker
 from sampler.engine.engine import EngineDied
-from sampler.worker import start
 from sampler.worker import worker as worker_module
 from sampler.worker.rollouts import (
     MAX_SAMPLING,
@@ -492,7 +492,7 @@ class Heard:
 @contextmanager
 def beating(heard: Heard, meter: Meter) -> Iterator[threading.Thread]:
     stop = threading.Event()
-    thread = threading.Thread(target=start._heartbeats, args=(heard, meter, stop, LOG))
+    thread = threading.Thread(target=worker._heartbeats, args=(heard, meter, stop, LOG))
     thread.start()
     yield thread
     stop.set()
@@ -500,14 +500,14 @@ def beating(heard: Heard, meter: Meter) -> Iterator[threading.Thread]:
 
 
 def test_three_missed_heartbeats_are_death_and_the_coordinator_takes_all_that_are_sent():
-    assert 3 * start.HEARTBEAT_S == DEAD_AFTER_S
+    assert 3 * worker.HEARTBEAT_S == DEAD_AFTER_S
     taken = RATES["key", "heartbeat"].per_s
-    assert taken * start._LOOK_S >= 2.0  # between two of a worker's, however often it loads
+    assert taken * worker._LOOK_S >= 2.0  # between two of a worker's, however often it loads
 
 
 def test_the_first_comes_at_once_and_a_load_is_told_soon(monkeypatch):
-    monkeypatch.setattr(start, "HEARTBEAT_S", 3600.0)
-    monkeypatch.setattr(start, "_LOOK_S", 0.001)
+    monkeypatch.setattr(worker, "HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(worker, "_LOOK_S", 0.001)
     heard, meter = Heard(), Meter()
     with beating(heard, meter):
         eventually(lambda: heard.states, "a first heartbeat")
@@ -517,8 +517,8 @@ def test_the_first_comes_at_once_and_a_load_is_told_soon(monkeypatch):
 
 
 def test_they_go_on_after_a_coordinator_that_was_away_and_end_with_the_run(monkeypatch, caplog):
-    monkeypatch.setattr(start, "HEARTBEAT_S", 0.002)
-    monkeypatch.setattr(start, "_LOOK_S", 0.001)
+    monkeypatch.setattr(worker, "HEARTBEAT_S", 0.002)
+    monkeypatch.setattr(worker, "_LOOK_S", 0.001)
     heard = Heard(UserError("is away"), RunFinished())
     with caplog.at_level(logging.WARNING), beating(heard, Meter()) as thread:
         thread.join()

@@ -15,10 +15,10 @@ from runspec.core.canonical import hash_parts
 from runspec.core.signed import SigningKey
 from tests.verify.coordinator.deployment import Site
 from tests.verify.coordinator.over_http import check, sample
+from verify.audit import audit
 from verify.audit.files import Report
-from verify.audit.replay import audit
 from verify.client import CoordinatorClient
-from verify.coordinator.ledger.ledger import FIRST_CHAIN
+from verify.coordinator.ledger import FIRST_CHAIN
 
 Fields = dict[str, Any]
 Rows = list[tuple[str, Fields]]

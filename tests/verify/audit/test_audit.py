@@ -27,10 +27,9 @@ from tests.verify.audit.tampering import Copy, Fields, Rows, work
 from tests.verify.coordinator.deployment import Site, tiny_spec, verdict
 from tests.verify.profiles import document, made_profile
 from verify.__main__ import main
-from verify.audit import replay
+from verify.audit import audit
 from verify.audit.files import Credit, read_roles
-from verify.audit.replay import audit
-from verify.coordinator.ledger.ledger import Ledger
+from verify.coordinator.ledger import Ledger
 from verify.coordinator.machine.events import RolledBack
 from verify.coordinator.machine.verdicts import is_gap_fault
 from verify.formats.batch import BatchManifest, open_batch, sign_batch
@@ -149,7 +148,7 @@ def test_a_run_that_drops_files_while_it_is_audited_is_clean(tmp_path, monkeypat
             return read_roles(*arguments)
 
         one_step(0), one_step(1)
-        monkeypatch.setattr(replay, "read_roles", while_it_is_read)
+        monkeypatch.setattr("verify.audit.read_roles", while_it_is_read)
         report = audit(site.run_dir, root_key=site.root.public_hex)
         assert (report.findings, report.steps_closed, report.files_gone) == ([], 2, 4)
 

@@ -16,7 +16,7 @@ from runspec.core.schema.load import FILE_NAME, dump_resolved
 from runspec.core.signed import SigningKey
 from tests.verify.bench import lease_for, packed
 from tests.verify.small_model import fixed_key
-from verify.coordinator.ledger.ledger import Ledger
+from verify.coordinator.ledger import Ledger
 from verify.coordinator.machine.events import LeaseGranted, SubmissionReceived
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import Rollout

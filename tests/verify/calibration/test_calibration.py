@@ -29,7 +29,7 @@ from tests.verify.small_model import (
 )
 from verify import plugins
 from verify.__main__ import main
-from verify.calibration.command import calibrate
+from verify.calibration import calibrate
 from verify.calibration.derive import (
     FLOOR,
     MIN_SAMPLES,

@@ -16,7 +16,7 @@ from runspec.core.schema import RunSpec
 from runspec.core.signed import SigningKey
 from tests.verify.coordinator.deployment import RUN
 from verify.coordinator.authentication import Authentication, Limiter
-from verify.coordinator.handlers.context import Backlog, RunContext
+from verify.coordinator.handlers import Backlog, RunContext
 from verify.coordinator.handlers.leasing import Leasing
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine import events, filling

@@ -33,16 +33,16 @@ from tests.verify.coordinator.filled import (
 )
 from tests.verify.coordinator.over_http import check, granted, status
 from tests.waiting import eventually
-from verify.audit.replay import audit
-from verify.coordinator import closing as closing_module
-from verify.coordinator.closing import Closing
-from verify.coordinator.handlers import context as backlog_module
+from verify.audit import audit
+from verify.coordinator import handlers as backlog_module
+from verify.coordinator import run as run_module
 from verify.coordinator.handlers.workers import Activity
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine import filling
 from verify.coordinator.machine.events import SubmissionReceived, VersionPublished
 from verify.coordinator.machine.state import LeaseRecord
 from verify.coordinator.requests import Refusal
+from verify.coordinator.run import Closing
 from verify.coordinator_http import ENVELOPE, sign_request
 from verify.formats.submission import SubmissionEnvelope
 
@@ -286,7 +286,7 @@ def test_rates_count_from_one_heartbeat_to_the_next_once_an_engine_has_a_version
 async def test_whatever_a_relay_answers_the_coordinator_waits_for_a_version(
     answer, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(closing_module, "_LEAST_PERIOD_S", 0.0)
+    monkeypatch.setattr(run_module, "_LEAST_PERIOD_S", 0.0)
     publisher, nobody = SigningKey.generate(), frozenset[str]()
     good = Answer(HTTPStatus.OK, "", sign_latest(RUN, 0, digest("m"), publisher))
     found: asyncio.Future[Latest] = asyncio.get_running_loop().create_future()
@@ -301,7 +301,7 @@ async def test_whatever_a_relay_answers_the_coordinator_waits_for_a_version(
             raise given
         return given
 
-    monkeypatch.setattr(closing_module, "fetch", fetch)
+    monkeypatch.setattr(run_module, "fetch", fetch)
     roles = Roles(RUN, 0.0, 1e12, frozenset({publisher.public_hex}), nobody, nobody)
     with closing(Journal(tmp_path, POLICY)) as journal:
         clockwork = Closing(context_of(journal, tiny_spec(), roles=roles))

@@ -33,8 +33,8 @@ from tests.verify.coordinator.island_run import (
 )
 from tests.verify.coordinator.over_http import polled, post, status
 from tests.waiting import eventually
-from verify.audit.replay import audit
-from verify.coordinator.ledger.ledger import closed_steps, record_rollback
+from verify.audit import audit
+from verify.coordinator.ledger import closed_steps, record_rollback
 from verify.coordinator.machine import filling
 from verify.coordinator.machine.events import IllegalTransition, RolledBack, StepClosed
 from verify.coordinator.machine.stalls import waited_for

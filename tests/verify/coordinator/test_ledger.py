@@ -26,8 +26,8 @@ from tests.verify.audit.tampering import work
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, tiny_spec
 from tests.verify.coordinator.filled import Filled, digest, key, policy
 from tests.waiting import eventually
-from verify.audit.replay import audit
-from verify.coordinator.ledger.ledger import Dropped, Ledger, open_ledger, read_dropped, read_events
+from verify.audit import audit
+from verify.coordinator.ledger import Dropped, Ledger, open_ledger, read_dropped, read_events
 from verify.coordinator.ledger.store import StoreError
 from verify.coordinator.machine import events
 from verify.coordinator.machine.events import CoordinatorStarted, Event

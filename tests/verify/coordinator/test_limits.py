@@ -28,7 +28,7 @@ from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, tiny_spec
 from tests.verify.coordinator.filled import Filled, context_of, key, roles_of
 from tests.verify.coordinator.over_http import check, granted, post, sample, status
 from tests.waiting import eventually
-from verify.audit.replay import audit
+from verify.audit import audit
 from verify.coordinator import authentication
 from verify.coordinator.authentication import AT_ONCE, RATES, Limiter, Name, Rate, networks
 from verify.coordinator.handlers.leasing import Leasing

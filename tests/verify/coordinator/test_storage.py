@@ -38,23 +38,22 @@ from tests.verify.coordinator.filled import (
     started,
 )
 from tests.verify.coordinator.over_http import check, claimed, granted, post, sample
-from verify.audit.replay import audit
-from verify.coordinator.closing import Closing
+from verify import STORAGE_S
+from verify.audit import audit
 from verify.coordinator.handlers.judging import Judging
 from verify.coordinator.handlers.operator import obey
 from verify.coordinator.journal import Finished, Journal
+from verify.coordinator.ledger import Ledger
 from verify.coordinator.ledger import store as ledger_store
-from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.ledger.store import SqliteStore, StoredRow, StoreError
 from verify.coordinator.machine.events import CoordinatorStarted
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
 from verify.coordinator.requests import Refusal
-from verify.coordinator.run import serve
+from verify.coordinator.run import Closing, serve
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
-from verify.timeouts import STORAGE_S
 
 # -- Its own process -----------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from runspec.core.http_server import counter, gauge
 from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
 from verify.coordinator import requests
-from verify.coordinator.handlers.context import RunContext, Signed
+from verify.coordinator.handlers import RunContext, Signed
 from verify.coordinator.handlers.workers import Activity
 from verify.coordinator.machine import events, islands
 from verify.coordinator.machine.islands import IslandTally

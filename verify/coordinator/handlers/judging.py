@@ -13,7 +13,7 @@ from runspec.core.files import sync_folder
 from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
 from verify.coordinator import requests
-from verify.coordinator.handlers.context import Answer, RunContext, Signed
+from verify.coordinator.handlers import Answer, RunContext, Signed
 from verify.coordinator.journal import Finished
 from verify.coordinator.machine import events, verdicts
 from verify.coordinator.machine.state import LeaseRecord

@@ -22,7 +22,7 @@ from runspec.core.run_files import SubmissionFiles, submission_files
 from runspec.core.signed import BadSignature
 from verify.coordinator import requests
 from verify.coordinator.authentication import Limiter, count_new_key
-from verify.coordinator.handlers.context import RunContext, Signed
+from verify.coordinator.handlers import RunContext, Signed
 from verify.coordinator.handlers.workers import scalars
 from verify.coordinator.journal import Finished
 from verify.coordinator.machine import events, filling

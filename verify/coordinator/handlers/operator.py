@@ -20,9 +20,9 @@ from runspec.core.errors import UserError
 from runspec.core.roles import Roles
 from runspec.core.run_files import METRICS_FILE, initial_model, submission_files
 from runspec.core.schema import RunSpec
-from verify.coordinator.handlers.context import RunContext, Signed
+from verify.coordinator.handlers import RunContext, Signed
 from verify.coordinator.journal import Journal
-from verify.coordinator.ledger.ledger import LedgerSnapshot, open_ledger
+from verify.coordinator.ledger import LedgerSnapshot, open_ledger
 from verify.coordinator.machine import events
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.requests import Refusal, refusing, send_file

@@ -31,8 +31,7 @@ from runspec.core.http_server import PREFIX, counter, gauge
 from runspec.core.run_files import EVALUATIONS_NAME, evaluation_file, evaluation_files
 from runspec.core.schema.source_files import data_digest, file_digest, source_files
 from runspec.core.signed import BadSignature
-from verify.coordinator.handlers import islands, workers
-from verify.coordinator.handlers.context import RunContext
+from verify.coordinator.handlers import RunContext, islands, workers
 from verify.coordinator.machine.filling import needed_groups, tried_groups
 from verify.coordinator.machine.stalls import waited_for
 from verify.coordinator.machine.state import LeaseRecord, State

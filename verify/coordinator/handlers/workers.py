@@ -13,7 +13,7 @@ from typing import Any
 
 from runspec.core.errors import one_line
 from runspec.core.schema import RunSpec
-from verify.coordinator.ledger.ledger import damaged, read_events
+from verify.coordinator.ledger import damaged, read_events
 from verify.coordinator.ledger.store import NoLedger
 from verify.coordinator.machine.events import Event, IllegalTransition
 from verify.coordinator.machine.state import Policy, State

@@ -47,8 +47,8 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from runspec.core.errors import one_line
+from verify import STAGE_DEADLINES_S
 from verify.coordinator.machine.events import FailedAttempt
-from verify.timeouts import STAGE_DEADLINES_S
 
 EXACT_CHECKS = frozenset(
     {

@@ -18,7 +18,7 @@ from runspec.core.run_files import initial_model, submission_files
 from runspec.core.schema.load import FILE_NAME, dump_resolved
 from runspec.local.state import RunState
 from tests.runspec.local.fake_run import small_spec
-from verify.coordinator.ledger.ledger import Ledger
+from verify.coordinator.ledger import Ledger
 from verify.coordinator.machine import events
 from verify.formats.lease import Lease
 from verify.formats.submission import Rollout, encode_rollouts

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runspec.core.schema import Reward
-from sampler.tasks.answers import Answer
+from sampler.tasks.interfaces import Answer
 from verify.plugins import Problem
 
 TERM = """\

@@ -23,10 +23,9 @@ from runspec.core.schema import Reward, RunSpec
 from sampler.__main__ import main
 from sampler.sandbox import Mechanism, Report
 from sampler.tasks import launch
-from sampler.tasks.answers import MAX_ANSWER_CHARS, Answer, TermRules
 from sampler.tasks.grade import read_lines
 from sampler.tasks.graders import Graders, GradersClosed
-from sampler.tasks.interfaces import Score, completed
+from sampler.tasks.interfaces import MAX_ANSWER_CHARS, Answer, Score, TermRules, completed
 from tests.processes import with_word
 from tests.sampler.tasks.conftest import laptop_spec
 from tests.sampler.tasks.grading.plugin import TERM, answers, install, install_term, reward

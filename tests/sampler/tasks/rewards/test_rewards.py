@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from runspec.core.errors import UserError
 from runspec.core.schema import Reward
-from sampler.tasks.answers import Answer, Result
 from sampler.tasks.graders import Graders
-from sampler.tasks.interfaces import Score, TargetLengthReward
+from sampler.tasks.interfaces import Answer, Result, Score, TargetLengthReward
 from sampler.tasks.rewards.code import same_output, same_value
 from sampler.tasks.rewards.code_inside import NotPlain, decode, encode
 from sampler.tasks.rewards.code_tests import Malformed, program_of, read_tests
