@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,8 @@ class Run:
     def weights_chunks(self, version: int = 0) -> tuple[Chunk, ...]:
         return self.manifest(version).objects["model.safetensors"].chunks
 
-    def origin(self, options: ServerOptions = DEFAULT_OPTIONS) -> Served:
+    def origin(self, options: ServerOptions = DEFAULT_OPTIONS, **limits: float) -> Served:
+        options = waiting(options, **limits)
         served = Served(
             lambda started: run_origin(self.store, log=LOG, started=started, options=options)
         )
@@ -151,6 +153,7 @@ class Run:
     def relay(self, *upstreams: str, name: str = "relay", **more: Any) -> Served:
         """A relay; `more` are other arguments of `run_relay`."""
         options = {"keep_versions": 5, "root_public_key": self.root, "upstreams": upstreams} | more
+        options["options"] = waiting(more.get("options", DEFAULT_OPTIONS))
         served = Served(
             lambda started: run_relay(
                 self.folder / name, run=self.name, log=LOG, started=started, **options
@@ -161,9 +164,9 @@ class Run:
 
     def server(self, kind: str, **options: Any) -> Served:
         """An origin, or a relay of one."""
-        options = {"options": ServerOptions(**options)}
+        made = ServerOptions(**options)
         return (
-            self.origin(**options) if kind == "origin" else self.relay(self.origin().url, **options)
+            self.origin(made) if kind == "origin" else self.relay(self.origin().url, options=made)
         )
 
     def static(self, folder: Path | None = None) -> FakeRelay:
@@ -192,9 +195,25 @@ def serve() -> Iterator[Serve]:
 
 
 @pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that a client or a relay asks for counts as lost while the machine is busy."""
+    for module in ("fetcher", "relay"):
+        monkeypatch.setattr(f"broadcast.{module}.chunk_timeout_s", lambda size: PATIENCE_S)
+    names = ["client.DETOUR_S", "fetcher.GRACE_S", "fetcher._LAST_GRACE_S", "relay.STALL_S"]
+    names += ["fetcher._SMALL_TIMEOUT_S", "transport.CONNECT_S"]
+    for limit in ("runspec.core.http_client.CONNECT_S", *(f"broadcast.{name}" for name in names)):
+        monkeypatch.setattr(limit, PATIENCE_S)
+
+
+@pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     with ExitStack() as stack:
         yield Run(tmp_path / "run", stack)
+
+
+def waiting(options: ServerOptions, **limits: float) -> ServerOptions:
+    """These options with other limits, and time for the head of a request on a busy machine."""
+    return replace(options, limits=replace(options.limits, **{"head_s": PATIENCE_S} | limits))
 
 
 def weights(size: int = 5500, seed: int = 0) -> dict[str, bytes]:
@@ -221,6 +240,14 @@ def large_chunk(run: Run, size: int = 64 * 1024 * 1024) -> Path:
 def contents(directory: Path) -> dict[str, bytes]:
     """The files of a fetched version, without its manifest."""
     return {p.name: p.read_bytes() for p in directory.iterdir() if p.name != "manifest.json"}
+
+
+def intact(run: Run, file: Path) -> dict[str, int]:
+    """Chunks of version 0's weights that lie in a file, each at its place, and their sizes."""
+    data, chunks = file.read_bytes() if file.exists() else b"", run.weights_chunks()
+    places = zip(range(0, len(data), CHUNK_BYTES), chunks, strict=False)
+    found = ((chunk, digest_bytes(data[at : at + chunk.size])) for at, chunk in places)
+    return {chunk.blake3: chunk.size for chunk, digest in found if digest == chunk.blake3}
 
 
 def fetch(client: WeightsClient, version: int = 0, digest: str | None = None) -> Path:
@@ -278,13 +305,18 @@ def hold_chunks(server: FakeRelay) -> tuple[threading.Event, threading.Event]:
     return asked, go_on
 
 
+def answer(url: str, token: str | None = None, **more: str) -> httpx.Response:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    return httpx.get(url, headers=headers | more, timeout=PATIENCE_S)
+
+
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 def metric(url: str, name: str) -> float:
     """The value of one line of a server's metrics; 0 where there is none."""
-    for line in httpx.get(f"{url}/metrics").text.splitlines():
+    for line in answer(f"{url}/metrics").text.splitlines():
         if line.startswith(f"runspec_broadcast_{name} "):
             return float(line.rpartition(" ")[2])
     return 0.0
