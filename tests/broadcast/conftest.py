@@ -164,10 +164,8 @@ class Run:
 
     def server(self, kind: str, **options: Any) -> Served:
         """An origin, or a relay of one."""
-        made = ServerOptions(**options)
-        return (
-            self.origin(made) if kind == "origin" else self.relay(self.origin().url, options=made)
-        )
+        made, is_relay = ServerOptions(**options), kind == "relay"
+        return self.relay(self.origin().url, options=made) if is_relay else self.origin(made)
 
     def static(self, folder: Path | None = None) -> FakeRelay:
         """A plain file server of the run's store, or of another folder."""
@@ -196,7 +194,7 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that a client or a relay asks for counts as lost while the machine is busy."""
+    """Clients and relays give up no request while the machine is busy."""
     for module in ("fetcher", "relay"):
         monkeypatch.setattr(f"broadcast.{module}.chunk_timeout_s", lambda size: PATIENCE_S)
     names = ["client.DETOUR_S", "fetcher.GRACE_S", "fetcher._LAST_GRACE_S", "relay.STALL_S"]
@@ -212,7 +210,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def waiting(options: ServerOptions, **limits: float) -> ServerOptions:
-    """These options with other limits, and time for the head of a request on a busy machine."""
+    """Options with other limits, and with enough time for a request's head on a busy machine."""
     return replace(options, limits=replace(options.limits, **{"head_s": PATIENCE_S} | limits))
 
 
@@ -243,11 +241,10 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def intact(run: Run, file: Path) -> dict[str, int]:
-    """Chunks of version 0's weights that lie in a file, each at its place, and their sizes."""
+    """Chunks of version 0's weights that a file holds, and their sizes."""
     data, chunks = file.read_bytes() if file.exists() else b"", run.weights_chunks()
-    places = zip(range(0, len(data), CHUNK_BYTES), chunks, strict=False)
-    found = ((chunk, digest_bytes(data[at : at + chunk.size])) for at, chunk in places)
-    return {chunk.blake3: chunk.size for chunk, digest in found if digest == chunk.blake3}
+    found = {digest_bytes(data[n * CHUNK_BYTES :][: c.size]) for n, c in enumerate(chunks)}
+    return {chunk.blake3: chunk.size for chunk in chunks if chunk.blake3 in found}
 
 
 def fetch(client: WeightsClient, version: int = 0, digest: str | None = None) -> Path:
@@ -316,10 +313,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def metric(url: str, name: str) -> float:
     """The value of one line of a server's metrics; 0 where there is none."""
-    for line in answer(f"{url}/metrics").text.splitlines():
-        if line.startswith(f"runspec_broadcast_{name} "):
-            return float(line.rpartition(" ")[2])
-    return 0.0
+    below = answer(f"{url}/metrics").text.partition(f"\nrunspec_broadcast_{name} ")[2]
+    return float(below.partition("\n")[0] or 0)
 
 
 class Processes:
