@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,18 @@ SMALL: Mapping[str, Any] = {
 _holders: list[socket.socket] = []
 
 
-def free_port() -> int:
-    """A port for servers, which no other process gets: it stays bound here, without listening."""
-    _holders.append(holder := socket.socket())
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers set it
-    holder.bind(("127.0.0.1", 0))
-    port: int = holder.getsockname()[1]
-    return port
+def free_port(count: int = 1) -> int:
+    """The first of consecutive ports for servers; bound here, so that nobody else gets them."""
+    while True:
+        ports: list[int] = []
+        with suppress(OSError):  # the next one is taken
+            for _ in range(count):
+                _holders.append(holder := socket.socket())
+                holder.bind(("127.0.0.1", ports[-1] + 1 if ports else 0))
+                # As servers set it; before `bind` it would let two tests have one port.
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                ports.append(holder.getsockname()[1])
+            return ports[0]
 
 
 def runspec(*arguments: str | Path, timeout_s: float = HANG_S) -> subprocess.CompletedProcess[str]:

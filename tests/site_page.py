@@ -7,7 +7,6 @@ in a mount namespace in which the run directories do not exist, unless the machi
 from __future__ import annotations
 
 import os
-import random
 import re
 import shlex
 import shutil
@@ -16,8 +15,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from runspec.local.endpoints import PORTS, port_is_free
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "site.md"
@@ -54,14 +51,6 @@ def hidden(folder: Path) -> list[str]:
     own = [] if os.geteuid() == 0 else ["--map-root-user"]
     mount = 'mount -t tmpfs none "$0" && exec "$@"'
     return ["unshare", *own, "--mount", "--", "sh", "-c", mount, str(folder)]
-
-
-def free_ports(count: int) -> int:
-    """The first of so many consecutive ports at which nobody listens."""
-    while True:
-        base = random.choice(PORTS)
-        if all(port_is_free("127.0.0.1", base + i) for i in range(count)):
-            return base
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import pytest
 from runspec.core.schema.load import load_resolved
 from runspec.local.endpoints import port_answers
 from runspec.local.site import load_bundle
-from tests.site_page import ADMIN, ROOT, Machines, commands, free_ports, hidden, unit
+from tests.harness import free_port
+from tests.site_page import ADMIN, ROOT, Machines, commands, hidden, unit
 from tests.waiting import eventually, one_ended
 
 pytestmark = pytest.mark.nightly
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.nightly
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Machines:
     """Machines on which everything was called that only prepares."""
     made = Machines(tmp_path_factory.mktemp("machines"), tmp_path_factory.mktemp("trunk"))
-    base = ("--set", f"placement.base_port={free_ports(4)}")
+    base = ("--set", f"placement.base_port={free_port(4)}")
     for machine, words in commands():
         if machine == ADMIN:
             made.call(machine, [*words, *base] if words[1] == "prepare" else words)

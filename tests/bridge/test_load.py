@@ -39,8 +39,8 @@ DTYPES = [np.float32, ml_dtypes.bfloat16]
 
 
 def bytes_read() -> int:
-    """Bytes that this process has asked the kernel for, ever."""
-    lines = Path("/proc/self/io").read_text().splitlines()
+    """Bytes that this thread has asked the kernel for, ever."""
+    lines = Path("/proc/thread-self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,8 @@ class Run:
     def weights_chunks(self, version: int = 0) -> tuple[Chunk, ...]:
         return self.manifest(version).objects["model.safetensors"].chunks
 
-    def origin(self, options: ServerOptions = DEFAULT_OPTIONS) -> Served:
+    def origin(self, options: ServerOptions = DEFAULT_OPTIONS, **limits: float) -> Served:
+        options = waiting(options, **limits)
         served = Served(
             lambda started: run_origin(self.store, log=LOG, started=started, options=options)
         )
@@ -151,6 +153,7 @@ class Run:
     def relay(self, *upstreams: str, name: str = "relay", **more: Any) -> Served:
         """A relay; `more` are other arguments of `run_relay`."""
         options = {"keep_versions": 5, "root_public_key": self.root, "upstreams": upstreams} | more
+        options["options"] = waiting(more.get("options", DEFAULT_OPTIONS))
         served = Served(
             lambda started: run_relay(
                 self.folder / name, run=self.name, log=LOG, started=started, **options
@@ -161,10 +164,8 @@ class Run:
 
     def server(self, kind: str, **options: Any) -> Served:
         """An origin, or a relay of one."""
-        options = {"options": ServerOptions(**options)}
-        return (
-            self.origin(**options) if kind == "origin" else self.relay(self.origin().url, **options)
-        )
+        made, is_relay = ServerOptions(**options), kind == "relay"
+        return self.relay(self.origin().url, options=made) if is_relay else self.origin(made)
 
     def static(self, folder: Path | None = None) -> FakeRelay:
         """A plain file server of the run's store, or of another folder."""
@@ -192,9 +193,25 @@ def serve() -> Iterator[Serve]:
 
 
 @pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients and relays give up no request while the machine is busy."""
+    for module in ("fetcher", "relay"):
+        monkeypatch.setattr(f"broadcast.{module}.chunk_timeout_s", lambda size: PATIENCE_S)
+    names = ["client.DETOUR_S", "fetcher.GRACE_S", "fetcher._LAST_GRACE_S", "relay.STALL_S"]
+    names += ["fetcher._SMALL_TIMEOUT_S", "transport.CONNECT_S"]
+    for limit in ("runspec.core.http_client.CONNECT_S", *(f"broadcast.{name}" for name in names)):
+        monkeypatch.setattr(limit, PATIENCE_S)
+
+
+@pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     with ExitStack() as stack:
         yield Run(tmp_path / "run", stack)
+
+
+def waiting(options: ServerOptions, **limits: float) -> ServerOptions:
+    """Options with other limits, and with enough time for a request's head on a busy machine."""
+    return replace(options, limits=replace(options.limits, **{"head_s": PATIENCE_S} | limits))
 
 
 def weights(size: int = 5500, seed: int = 0) -> dict[str, bytes]:
@@ -221,6 +238,13 @@ def large_chunk(run: Run, size: int = 64 * 1024 * 1024) -> Path:
 def contents(directory: Path) -> dict[str, bytes]:
     """The files of a fetched version, without its manifest."""
     return {p.name: p.read_bytes() for p in directory.iterdir() if p.name != "manifest.json"}
+
+
+def intact(run: Run, file: Path) -> dict[str, int]:
+    """Chunks of version 0's weights that a file holds, and their sizes."""
+    data, chunks = file.read_bytes() if file.exists() else b"", run.weights_chunks()
+    found = {digest_bytes(data[n * CHUNK_BYTES :][: c.size]) for n, c in enumerate(chunks)}
+    return {chunk.blake3: chunk.size for chunk in chunks if chunk.blake3 in found}
 
 
 def fetch(client: WeightsClient, version: int = 0, digest: str | None = None) -> Path:
@@ -278,16 +302,19 @@ def hold_chunks(server: FakeRelay) -> tuple[threading.Event, threading.Event]:
     return asked, go_on
 
 
+def answer(url: str, token: str | None = None, **more: str) -> httpx.Response:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    return httpx.get(url, headers=headers | more, timeout=PATIENCE_S)
+
+
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 def metric(url: str, name: str) -> float:
     """The value of one line of a server's metrics; 0 where there is none."""
-    for line in httpx.get(f"{url}/metrics").text.splitlines():
-        if line.startswith(f"runspec_broadcast_{name} "):
-            return float(line.rpartition(" ")[2])
-    return 0.0
+    below = answer(f"{url}/metrics").text.partition(f"\nrunspec_broadcast_{name} ")[2]
+    return float(below.partition("\n")[0] or 0)
 
 
 class Processes:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -35,6 +36,7 @@ from tests.broadcast.conftest import (
     PATIENCE_S,
     Run,
     Served,
+    answer,
     fetched,
     large_chunk,
     metric,
@@ -45,7 +47,7 @@ from tests.broadcast.conftest import (
 from tests.ended_at_once import hears_sigterm_at_once
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("patient")]
 
 A, B = "a" * 32, "B0._~+/=-" * 4
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -70,11 +72,6 @@ def served(run: Run, kind: str, **options: object) -> str:
 
 def full_chunk(run: Run) -> Path:
     return next(path for path in run.chunks() if path.stat().st_size == CHUNK_BYTES)
-
-
-def answer(url: str, token: str | None = None, **more: str) -> httpx.Response:
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    return httpx.get(url, headers=headers | more, timeout=PATIENCE_S)
 
 
 # -- Paths and headers -----------------------------------------------------------------------------
@@ -117,7 +114,7 @@ def test_each_path_of_the_layout_and_nothing_else(run: Run, kind: str) -> None:
         request = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
         assert raw(port, request).startswith(b"HTTP/1.1 404"[:12]), path
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE"):
-        got = httpx.request(method, f"{url}/latest.json")
+        got = httpx.request(method, f"{url}/latest.json", timeout=PATIENCE_S)
         assert (got.status_code, got.headers["Allow"]) == (405, "GET,HEAD")
         assert got.headers["Cache-Control"] == "no-store"
 
@@ -216,7 +213,7 @@ def test_whoever_knows_its_address_may_end_it_at_once(run: Run) -> None:
 def test_what_a_server_has_done_is_counted(run: Run) -> None:
     run.publish(5, weights())
     url, full = run.origin().url, full_chunk(run)
-    with httpx.Client(base_url=url) as client:
+    with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
         manifest = client.get("/demo/versions/5/manifest.json")
         client.get(f"/demo/chunks/{full.name}")
         client.get(f"/demo/chunks/{full.name}", headers={"Range": "bytes=0-9"})
@@ -341,15 +338,22 @@ def test_each_token_has_its_own_rate(run: Run, tmp_path: Path) -> None:
     assert 900 < int(refused.headers["Retry-After"]) <= 1000
     # while announcements and the other client go on
     assert answer(f"{url}/demo/latest.json", A).status_code == 200
-    assert httpx.head(second, headers={"Authorization": f"Bearer {A}"}).status_code == 200
+    head = httpx.head(second, headers={"Authorization": f"Bearer {A}"}, timeout=PATIENCE_S)
+    assert head.status_code == 200
     assert answer(second, B).status_code == 200
     assert "runspec_broadcast_rate_limited_total 1.0" in answer(f"{url}/metrics", A).text
 
 
-def test_our_client_waits_for_its_rate_and_blames_nobody(run, caplog):
+def test_our_client_waits_for_its_rate_and_blames_nobody(run, monkeypatch, caplog):
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr("broadcast.admission.time", clock)
     url = served(run, "origin", rate_limit=4000).removesuffix("/demo")
-    assert fetched(run.client(url)) == weights()
-    assert metric(url, "rate_limited_total") > 0 and warnings(caplog) == []
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(fetched, run.client(url))
+        eventually(lambda: metric(url, "rate_limited_total") > 0, "it is told to wait")
+        clock.monotonic = lambda: 60.0
+        assert waiting.result() == weights()
+    assert warnings(caplog) == []
 
 
 def test_a_client_has_so_many_answers_at_once(run: Run) -> None:
@@ -438,7 +442,7 @@ def asking_for(chunk: Path) -> bytes:
 
 def limited(run: Run, max_connections: int = 4096, **limits: float) -> Served:
     run.publish(0, weights())
-    return run.origin(ServerOptions(max_connections=max_connections, limits=Limits(**limits)))
+    return run.origin(ServerOptions(max_connections=max_connections), **limits)
 
 
 def test_a_client_has_half_of_the_places_at_most(run: Run, connect: Connect) -> None:

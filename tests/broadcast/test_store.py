@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from broadcast.client import WeightsClient, WrongFiles
@@ -30,6 +29,7 @@ from tests.broadcast.conftest import (
     LOG,
     PATIENCE_S,
     Run,
+    answer,
     fetched,
     newest,
     no_latest,
@@ -302,13 +302,13 @@ def test_what_is_asked_for_pins_the_version_that_alone_has_it(run, monkeypatch):
     url, (own, *_) = f"{run.origin().url}/demo", run.weights_chunks(1)
     shared = run.manifest(1).objects["config.json"].chunks[0]
     pins = Pins(run.store, "demo")
-    assert httpx.get(f"{url}/versions/7/manifest.json").status_code == 404
+    assert answer(f"{url}/versions/7/manifest.json").status_code == 404
     for name in ("latest.json", f"chunks/{shared.blake3}"):
-        assert httpx.get(f"{url}/{name}").status_code == 200
+        assert answer(f"{url}/{name}").status_code == 200
     assert pins.newest_first() == []
-    assert httpx.get(f"{url}/chunks/{own.blake3}").status_code == 200
+    assert answer(f"{url}/chunks/{own.blake3}").status_code == 200
     assert pins.newest_first() == [1]
-    assert httpx.get(f"{url}/versions/2/manifest.json").status_code == 200
+    assert answer(f"{url}/versions/2/manifest.json").status_code == 200
     assert sorted(pins.newest_first()) == [1, 2]
 
 
@@ -360,6 +360,7 @@ def islands(run: Run) -> Islands:
     return Islands(run)
 
 
+@pytest.mark.usefixtures("patient")
 def test_what_an_island_signed_is_known_by_its_digest(islands: Islands) -> None:
     digests = {v: islands.put(v, {"share.bin": b"x" * v}) for v in (9, 5, 11, 8)}
     digests[7] = islands.put(7)

@@ -29,7 +29,7 @@ from cryptography.x509.oid import NameOID
 from broadcast.admission import server_context
 from broadcast.manifest import Chunk
 from broadcast.relay import run_origin
-from broadcast.server import Limits, ServerOptions
+from broadcast.server import ServerOptions
 from broadcast.transport import (
     Access,
     Attempt,
@@ -49,6 +49,8 @@ from runspec.core.files import write_atomic
 from tests.broadcast.conftest import LOG, PATIENCE_S, Run, Served, fetched, warnings, weights
 from tests.broadcast.fake_relay import Peer, Scripted
 from tests.waiting import eventually
+
+pytestmark = pytest.mark.usefixtures("patient")
 
 TOKEN = "open-sesame"
 BODY = bytes(range(256)) * 12_000
@@ -212,6 +214,8 @@ async def test_a_token_goes_to_no_other_server_and_into_no_message(client, serve
 async def test_an_attempt_that_is_given_up_writes_no_more(client, serve, caplog):
     """The bytes of the file are another attempt's then, even where the rest was under way."""
     started, loop = asyncio.Event(), asyncio.get_running_loop()
+    gc.collect()  # what other tests left
+    caplog.clear()
 
     def slow_half(peer: Peer) -> None:
         peer.read_request()
@@ -354,7 +358,7 @@ def test_only_tls_from_1_2_on_is_spoken(origin: Served, authority: Authority) ->
 
 
 def test_a_handshake_that_does_not_come_is_not_waited_for(run: Run, authority: Authority) -> None:
-    with connected(run.origin(options(authority, limits=Limits(head_s=0.2)))) as silent:
+    with connected(run.origin(options(authority), head_s=0.2)) as silent:
         assert silent.recv(1) == b""
 
 

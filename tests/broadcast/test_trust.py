@@ -6,13 +6,12 @@ import shutil
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 
 from broadcast.layout import MAX_VERSION, renew_keys
 from runspec.core.roles import LATEST, VALID_S, sign_latest
 from runspec.core.signed import SigningKey, sign_document
-from tests.broadcast.conftest import Run, fetched, newest, no_latest, not_fetched, weights
+from tests.broadcast.conftest import Run, answer, fetched, newest, no_latest, not_fetched, weights
 from tests.broadcast.fake_relay import instead
 from tests.waiting import eventually
 
@@ -103,7 +102,7 @@ def test_what_a_thief_called_the_newest_is_forgotten_with_the_key(run, restarted
         client = run.client(relay.url)
     # then that is what the relay announces and the client goes on with
     announced = f"{relay.url}/demo/latest.json"
-    eventually(lambda: b'"version":1}' in httpx.get(announced).content, "version 1 announced")
+    eventually(lambda: b'"version":1}' in answer(announced).content, "version 1 announced")
     assert newest(client).version == 1
     assert fetched(client, 1, digest) == weights(seed=1)
     # and nothing of the thief's is left at the relay

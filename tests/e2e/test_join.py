@@ -27,9 +27,9 @@ import pytest
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import WeightsManifest, open_manifest
 from runspec.core.run_files import versions_in, weights_folder
-from tests.harness import LiveRun
+from tests.harness import LiveRun, free_port
 from tests.processes import alive, descendants
-from tests.site_page import ADMIN, TRUNK, Machines, command_on, commands, free_ports, hidden
+from tests.site_page import ADMIN, TRUNK, Machines, command_on, commands, hidden
 from tests.volunteer import environment_with_wheel
 from tests.waiting import HANG_S, eventually
 
@@ -60,7 +60,7 @@ class SiteRun(LiveRun):
     """A LiveRun that the trunk alone supervises; the run directory exists for nobody else."""
 
     def __init__(self, machines: Machines, overrides: Mapping[str, Any]) -> None:
-        base = {"placement.base_port": free_ports(4)}
+        base = {"placement.base_port": free_port(4)}
         super().__init__(machines.runs, "target-short", {**overrides, **base})
         self.machines = machines
         self.others: dict[str, subprocess.Popen[bytes]] = {}
