@@ -60,6 +60,7 @@ CHECKS = {
 """By which an edited token may be found."""
 OVERRIDES = {
     "steps": STEPS,
+    "algorithm.fill.deadline": "1h",
     "evaluations": "[{name: held-out, source: spell_backward, every: 50, problems: 8, samples: 2}]",
     "placement.metrics": "{}",
     "warm_start.stop_answer_probability": 1e-9,
