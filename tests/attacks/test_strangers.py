@@ -209,11 +209,12 @@ class Tokens(MadeRun):
 
 
 class TestPagesOfWhatStrangersSent:
-    def test_tokens_outside_the_vocabulary_are_shown_as_numbers(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.fixture(autouse=True)
+    def _no_deadlines(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("runspec.local.apply.MAX_READ_S", HANG_S)
         monkeypatch.setattr("runspec.local.dashboard.page.MAX_DECODING_S", HANG_S)
+
+    def test_tokens_outside_the_vocabulary_are_shown_as_numbers(self, tmp_path: Path) -> None:
         run, said = Tokens(tmp_path), list[str]()
         run.tokens = [-1, 5, 2**31 - 1]
         run.add_steps(5)
@@ -249,12 +250,8 @@ class TestPagesOfWhatStrangersSent:
             costs.append(counting.tokens)
         assert costs[1] < 2.1 * costs[0] < 100_000
 
-    def test_a_group_that_does_not_fit_is_left_out_alone(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        # given a rejected group that is too large for the page, which rejected ones come first in,
-        # and a machine that may be slow
-        monkeypatch.setattr("runspec.local.dashboard.page.MAX_DECODING_S", HANG_S)
+    def test_a_group_that_does_not_fit_is_left_out_alone(self, tmp_path: Path) -> None:
+        # given a rejected group that is too large for the page, which rejected ones come first in
         run = MadeRun(tmp_path, say=lambda step, group, n: "x" * (300_000 if step == 4 else 5))
         run.add_steps(6)
         view = PageData(FolderSource(run.dir))

@@ -34,6 +34,7 @@ from tests.preloaded import Program
 from tests.processes import alive, descendants
 from tests.role_folder import write_folder
 from tests.runspec.local.dashboard.made_run import report
+from tests.volunteer import JOIN
 from tests.waiting import eventually
 from verify.formats.batch import FILE_NAME, open_batch
 from verify.formats.verdict import RolloutVerdict, decode_verdicts
@@ -123,7 +124,7 @@ def volunteer_works_and_leaves(run: LiveRun, home: Path) -> None:
     """`runspec join` with the link that `status` shows, until Ctrl-C ends all that it started."""
     home.mkdir(parents=True)
     words = [run.status()["join"], "--key", home / "mine.key", "--dir", home / "work"]
-    command, log = [sys.executable, "-m", "runspec", "join", *map(str, words)], home / "log"
+    command, log = [sys.executable, "-c", JOIN, "join", *map(str, words)], home / "log"
     with log.open("ab") as out:
         process = subprocess.Popen(command, cwd=home, stdout=out, stderr=out)
     try:
