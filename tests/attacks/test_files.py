@@ -336,8 +336,7 @@ class TestFileThatKillsValidators:
         deaths = []
         with at_work(site), ThreadPoolExecutor(2) as pool:
             working = [pool.submit(work, site, worker) for worker in (deadly, honest)]
-            files = lambda: len([*site.run_dir.glob("rollouts/*/*.safetensors")])  # noqa: E731
-            eventually(lambda: files() == 2, "a first submission of each")
+            eventually(lambda: len([*site.run_dir.glob("rollouts/*/*.safetensors")]) == 2, "both")
             command = [sys.executable, "-m", "tests.attacks.mortal_validator", site.url]
             command += [site.root.public_hex, str(weights)]
             while (code := subprocess.call(command, timeout=PATIENCE_S)) != 0:

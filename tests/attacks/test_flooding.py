@@ -271,9 +271,7 @@ class TestSlowUpload:
         answer = dripped(site, head(site, key, path, body), body)
         assert b"408" in answer and b"the body took longer than" in answer
 
-    def test_of_a_submission(
-        self, site: Site, short: Deadlines, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_of_a_submission(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
         key, worker = site.worker()
         envelope, table = submission(*granted(site, worker), key)
         with monkeypatch.context() as patch:

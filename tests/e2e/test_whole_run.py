@@ -143,14 +143,9 @@ def volunteer_works_and_leaves(run: LiveRun, home: Path) -> None:
 
 def kill(run: LiveRun, name: str) -> None:
     """Kills a role, and waits until the supervisor has started another."""
-
-    def pid() -> int | None:
-        return run.pids()[name]
-
-    run.wait_until(lambda: pid() is not None, f"a {name}")
-    killed = pid()
-    assert killed is not None
-    os.kill(killed, signal.SIGKILL)
+    pid = lambda: run.pids()[name]  # noqa: E731
+    run.wait_until(pid, f"a {name}")
+    os.kill(killed := pid(), signal.SIGKILL)
     run.wait_until(lambda: pid() not in (None, killed), f"a new {name}")
 
 

@@ -108,8 +108,7 @@ def test_honest_rollouts_reach_the_batches_and_no_others(tmp_path: Path) -> None
     with at_work(site), ThreadPoolExecutor(2) as pool:
         checked = pool.submit(validate, site, tmp_path / "weights")
         pool.submit(work, site, stranger)  # it ends with the run, or is banned before
-        verdicts = lambda: any(site.run_dir.glob("rollouts/*/*.verdict.json"))  # noqa: E731
-        eventually(verdicts, "a verdict on the stranger")
+        eventually(lambda: any(site.run_dir.glob("rollouts/*/*.verdict.json")), "a verdict")
         assert work(site, Worker(HONEST, MODEL, SPEC, ParityTask())) and checked.result()
     # then every batch is whole, made of the honest worker's groups alone, and others were rejected
     manifests = [site.batch(step) for step in range(STEPS)]
