@@ -8,8 +8,11 @@ import sysconfig
 from pathlib import Path
 
 from runspec.core.entry_points import WHEEL
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[1]
+JOIN = f"from runspec.cli import machines, main; machines.LEAVE_S = {HANG_S}; main()"
+"""Code of the command `runspec`, whose worker may take long to leave."""
 
 
 def environment_with_wheel(folder: Path) -> Path:

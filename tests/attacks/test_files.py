@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -29,9 +28,10 @@ from tests.attacks.mortal_validator import VALIDATOR, poison
 from tests.fuzz.bounds import bounded
 from tests.verify.bench import MODEL, Bench
 from tests.verify.coordinator.deployment import RUN, Site, submission
-from tests.verify.coordinator.over_http import granted, post, status
+from tests.verify.coordinator.over_http import granted, post, request, status
 from tests.verify.small_model import ParityTask, Worker, fixed_key, small_spec
 from tests.verify.test_workers_to_batches import DISHONEST, HONEST, SPEC, STEPS, at_work, work
+from tests.waiting import eventually
 from verify.checks.rows import fingerprints
 from verify.coordinator.machine.trust import ATTEMPTS
 from verify.coordinator_http import sign_request
@@ -213,8 +213,8 @@ class TestDecompressionBomb:
             for told, code in ((plain, 401), (packed, 400)):
                 headers = sign_request(key, run=RUN, method="POST", path="/v1/leases", body=told)
                 headers["Content-Encoding"] = name
-                url = f"{site.url}/v1/leases"
-                assert httpx.post(url, content=packed, headers=headers).status_code == code
+                sent = {"content": packed, "headers": headers}
+                assert request(site, "POST", "/v1/leases", **sent).status_code == code
 
 
 class TestPathInAFileName:
@@ -336,6 +336,7 @@ class TestFileThatKillsValidators:
         deaths = []
         with at_work(site), ThreadPoolExecutor(2) as pool:
             working = [pool.submit(work, site, worker) for worker in (deadly, honest)]
+            eventually(lambda: len([*site.run_dir.glob("rollouts/*/*.safetensors")]) == 2, "both")
             command = [sys.executable, "-m", "tests.attacks.mortal_validator", site.url]
             command += [site.root.public_hex, str(weights)]
             while (code := subprocess.call(command, timeout=PATIENCE_S)) != 0:

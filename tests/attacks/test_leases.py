@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
-import httpx
 import numpy as np
 import pytest
 
@@ -27,7 +26,7 @@ from tests.attacks.hostile_keys import attack, standings
 from tests.verify.bench import MODEL, Bench, lease_for
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec
 from tests.verify.coordinator.filled import Filled, key, policy, started
-from tests.verify.coordinator.over_http import granted, post, status
+from tests.verify.coordinator.over_http import granted, post, request, status
 from tests.verify.small_model import ParityTask, Worker, fixed_key, small_spec
 from tests.verify.test_workers_to_batches import at_work, validate, work
 from tests.waiting import eventually
@@ -129,8 +128,8 @@ class TestReplayedRequest:
         ):
             body = canonical_json(said)
             headers = sign_request(signer, run=RUN, method="POST", path=path, body=body)
-            ask = lambda: httpx.post(site.url + path, content=body, headers=headers)  # noqa: B023, E731
-            assert ask().status_code == 200
+            ask = lambda: request(site, "POST", path, content=body, headers=headers)  # noqa: B023, E731
+            assert ask().is_success
             for _ in range(2):
                 assert (ask().status_code, "made before" in ask().json()["error"]) == (401, True)
 

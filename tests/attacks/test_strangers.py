@@ -15,7 +15,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import httpx
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -47,7 +46,7 @@ from tests.runspec.local.dashboard.made_run import MadeRun, Page, bytes_tokenize
 from tests.runspec.local.fake_run import small_spec
 from tests.verify.bench import lease_for, packed
 from tests.verify.coordinator.deployment import Site, tiny_spec
-from tests.verify.coordinator.over_http import status
+from tests.verify.coordinator.over_http import request, status
 from tests.verify.test_validator import COORDINATOR, WORKER, sample, serve
 from verify.coordinator.handlers.workers import PAGE, SHOWN, Activity, page, scalars, summary
 from verify.coordinator.machine.events import WorkerRegistered
@@ -186,16 +185,16 @@ class TestStatusOfManyWorkers:
         client.register("near", {"engine": "[" * 900})
         # then everybody reads the status, its own entry, and the list, which is sent once
         assert status(site)["workers"][0]["info"]["engine"] == "[" * 900
-        mine = httpx.get(f"{site.url}/v1/workers/{key.public_hex}", trust_env=False).json()
+        mine = request(site, "GET", f"/v1/workers/{key.public_hex}").json()
         assert "credit 0 tokens" in progress_line(status(site), mine)
-        url = f"{site.url}/v1/lists/workers"
-        first = httpx.get(url, trust_env=False)
+        listed = "GET", "/v1/lists/workers"
+        first = request(site, *listed)
         assert [worker["key"] for worker in first.json()["workers"]] == [key.public_hex]
-        again = httpx.get(url, headers={"If-None-Match": first.headers["ETag"]}, trust_env=False)
+        again = request(site, *listed, headers={"If-None-Match": first.headers["ETag"]})
         assert (again.status_code, again.content) == (304, b"")
         # and nobody else's
         for path in (f"/v1/workers/{'0' * 64}", "/v1/lists/keys", "/v1/workers/x"):
-            assert httpx.get(site.url + path, trust_env=False).status_code == 404
+            assert request(site, "GET", path).status_code == 404
 
 
 class Tokens(MadeRun):
@@ -210,6 +209,11 @@ class Tokens(MadeRun):
 
 
 class TestPagesOfWhatStrangersSent:
+    @pytest.fixture(autouse=True)
+    def _no_deadlines(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("runspec.local.apply.MAX_READ_S", HANG_S)
+        monkeypatch.setattr("runspec.local.dashboard.page.MAX_DECODING_S", HANG_S)
+
     def test_tokens_outside_the_vocabulary_are_shown_as_numbers(self, tmp_path: Path) -> None:
         run, said = Tokens(tmp_path), list[str]()
         run.tokens = [-1, 5, 2**31 - 1]
@@ -246,16 +250,12 @@ class TestPagesOfWhatStrangersSent:
             costs.append(counting.tokens)
         assert costs[1] < 2.1 * costs[0] < 100_000
 
-    def test_a_group_that_does_not_fit_is_left_out_alone(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        # given a rejected group that is too large for the page, which rejected ones come first in,
-        # and a machine that may be slow
-        monkeypatch.setattr("runspec.local.dashboard.page.MAX_DECODING_S", HANG_S)
+    def test_a_group_that_does_not_fit_is_left_out_alone(self, tmp_path: Path) -> None:
+        # given a rejected group that is too large for the page, which rejected ones come first in
         run = MadeRun(tmp_path, say=lambda step, group, n: "x" * (300_000 if step == 4 else 5))
         run.add_steps(6)
         view = PageData(FolderSource(run.dir))
-        view.refresh()
+        view.refresh(HANG_S)
         (shown,) = Page(exported_page([view], 1_000_000)).data["runs"]
         _, rollouts = shown["rollouts"]
         assert (len(rollouts["rows"]), rollouts["left_out"]) == (40, 8)

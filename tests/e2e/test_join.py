@@ -27,10 +27,10 @@ import pytest
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import WeightsManifest, open_manifest
 from runspec.core.run_files import versions_in, weights_folder
-from tests.harness import LiveRun, free_port
+from tests.harness import LiveRun, free_port, standing_still
 from tests.processes import alive, descendants
 from tests.site_page import ADMIN, TRUNK, Machines, command_on, commands, hidden
-from tests.volunteer import environment_with_wheel
+from tests.volunteer import JOIN, environment_with_wheel
 from tests.waiting import HANG_S, eventually
 
 pytestmark = pytest.mark.nightly
@@ -117,7 +117,7 @@ def joined(
         process = subprocess.Popen(
             [
                 *prefix,
-                *(folder / "environment" / "bin" / "runspec", "join", link),
+                *(folder / "environment" / "bin" / "python", "-c", JOIN, "join", link),
                 *("--key", str(folder / "mine.key"), "--dir", str(folder / "volunteer")),
             ],
             cwd=folder,
@@ -177,14 +177,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory, home: Path) -> SiteRun:
             # then it works on, and leaves politely on Ctrl-C, with all that it started
             below = descendants(volunteer.pid)
             assert len(below) > 1, "the worker, and vLLM's core"
-            volunteer.send_signal(signal.SIGINT)
-            assert volunteer.wait(HANG_S) == 0, log.read_text()
+            with standing_still(run.pids()["learner"]):  # the run cannot end before it has left
+                volunteer.send_signal(signal.SIGINT)
+                assert volunteer.wait(HANG_S) == 0, log.read_text()
             eventually(lambda: not any(map(alive, below)), "no process of its is left")
+            assert len(run.metrics()) < STEPS
         words = log.read_text()
         assert (home / "mine.key").stat().st_mode & 0o777 == 0o600
         assert "rollouts accepted" in words
         assert "left; thank you" in words
-        assert len(run.metrics()) < STEPS
 
         # and when it comes back, under the same key and with an empty disk, it is there to the end
         shutil.rmtree(home / "volunteer" / "weights")

@@ -34,6 +34,7 @@ from tests.preloaded import Program
 from tests.processes import alive, descendants
 from tests.role_folder import write_folder
 from tests.runspec.local.dashboard.made_run import report
+from tests.volunteer import JOIN
 from tests.waiting import eventually
 from verify.formats.batch import FILE_NAME, open_batch
 from verify.formats.verdict import RolloutVerdict, decode_verdicts
@@ -60,6 +61,7 @@ CHECKS = {
 """By which an edited token may be found."""
 OVERRIDES = {
     "steps": STEPS,
+    "algorithm.fill.deadline": "1h",
     "evaluations": "[{name: held-out, source: spell_backward, every: 50, problems: 8, samples: 2}]",
     "placement.metrics": "{}",
     "warm_start.stop_answer_probability": 1e-9,
@@ -122,7 +124,7 @@ def volunteer_works_and_leaves(run: LiveRun, home: Path) -> None:
     """`runspec join` with the link that `status` shows, until Ctrl-C ends all that it started."""
     home.mkdir(parents=True)
     words = [run.status()["join"], "--key", home / "mine.key", "--dir", home / "work"]
-    command, log = [sys.executable, "-m", "runspec", "join", *map(str, words)], home / "log"
+    command, log = [sys.executable, "-c", JOIN, "join", *map(str, words)], home / "log"
     with log.open("ab") as out:
         process = subprocess.Popen(command, cwd=home, stdout=out, stderr=out)
     try:
@@ -141,14 +143,9 @@ def volunteer_works_and_leaves(run: LiveRun, home: Path) -> None:
 
 def kill(run: LiveRun, name: str) -> None:
     """Kills a role, and waits until the supervisor has started another."""
-
-    def pid() -> int | None:
-        return run.pids()[name]
-
-    run.wait_until(lambda: pid() is not None, f"a {name}")
-    killed = pid()
-    assert killed is not None
-    os.kill(killed, signal.SIGKILL)
+    pid = lambda: run.pids()[name]  # noqa: E731
+    run.wait_until(pid, f"a {name}")
+    os.kill(killed := pid(), signal.SIGKILL)
     run.wait_until(lambda: pid() not in (None, killed), f"a new {name}")
 
 

@@ -12,6 +12,7 @@ import httpx
 from runspec.core.canonical import digest_bytes
 from runspec.core.signed import SigningKey
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, verdict
+from tests.waiting import HANG_S
 from verify.client import CoordinatorClient, WorkItem
 from verify.coordinator_http import ENVELOPE, sign_request
 from verify.formats.lease import Lease, open_lease
@@ -31,9 +32,14 @@ def granted(site: Site, client: CoordinatorClient) -> tuple[bytes, Lease]:
     return data, open_lease(data, coordinators=frozenset({site.coordinator.public_hex}))
 
 
+def request(site: Site, method: str, path: str, **options: Any) -> httpx.Response:
+    """A request that nobody signed, unless its headers say so; the answer may take long."""
+    return httpx.request(method, site.url + path, trust_env=False, timeout=HANG_S, **options)
+
+
 def status(site: Site) -> dict[str, Any]:
     """Answer of `GET /v1/status`."""
-    return httpx.get(f"{site.url}/v1/status", trust_env=False).json()
+    return request(site, "GET", "/v1/status").json()
 
 
 def sample(
@@ -75,6 +81,4 @@ def post(
     if envelope:
         raw = base64.b64encode(envelope).decode() if isinstance(envelope, bytes) else envelope
         headers[ENVELOPE] = raw
-    return httpx.request(
-        method, site.url + path, content=body, headers=headers, trust_env=False, timeout=60.0
-    )
+    return request(site, method, path, content=body, headers=headers)

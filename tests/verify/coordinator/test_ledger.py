@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,21 @@ NO_GOLD = "p7: KeyError: 'gold'"
 # -- A PostgreSQL server of the tests' own, where one is installed ---------------------------------
 
 
+@pytest.fixture(scope="module")
+def store() -> Iterator[Any]:
+    """The store's module, with deadlines that a slow server meets; skips where no driver is."""
+    pytest.importorskip("psycopg", reason="no driver: the extra postgres")
+    from verify.coordinator.ledger import postgres
+
+    defaults = {"read_only": False, "connect_s": SERVER_S, "exchange_s": SERVER_S}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(postgres.PostgresStore.__init__, "__kwdefaults__", defaults)
+        patch.setattr(postgres, "EXCHANGE_S", SERVER_S)
+        patch.setattr(postgres, "_CONNECT_ADDRESS_S", int(SERVER_S))
+        patch.setattr(postgres, "_OPTIONS", postgres._OPTIONS.replace("timeout=10s", "timeout=0"))
+        yield postgres
+
+
 class Server:
     """At work; `url` names its database.
 
@@ -62,9 +77,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def postgres() -> Iterator[Server]:
-    """A server on a socket in a folder that goes with it; skips where none or no driver is."""
-    pytest.importorskip("psycopg", reason="no driver: the extra postgres")
+def postgres(store: Any) -> Iterator[Server]:
+    """A server on a socket in a folder that goes with it; skips where none is installed."""
     tools = Path(shutil.which("pg_ctl") or "/").resolve().parent
     if not (tools / "initdb").exists():
         pytest.skip("no PostgreSQL server is installed")
@@ -232,11 +246,10 @@ def in_time(act: Callable[[], None]) -> None:
     """As clients do: again until the connection is there again."""
 
     def done() -> bool:
-        try:
+        with suppress(NotNow):
             act()
-        except NotNow:
-            return False
-        return True
+            return True
+        return False
 
     eventually(done, "a connection")
 
@@ -259,8 +272,7 @@ def refused_as(ledger: Ledger, words: str) -> NotNow:
     return found[-1]
 
 
-def test_a_ledger_that_cannot_be_read_is_named_and_the_rest_is_told(tmp_path: Path) -> None:
-    pytest.importorskip("psycopg", reason="no driver: the extra postgres")
+def test_a_ledger_that_cannot_be_read_is_named_and_the_rest_is_told(tmp_path, store) -> None:
     spec = with_ledger(f"postgresql://me@/runs?host={tmp_path}")
     with pytest.raises(UserError):
         read_dropped(tmp_path, spec)
@@ -273,7 +285,7 @@ def test_a_lost_connection_is_opened_again_and_a_ledger_that_went_on_is_refused(
     def cut() -> None:
         with closing(connected(database)) as other:
             other.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = "
+                "SELECT pg_terminate_backend(pid, 600000) FROM pg_stat_activity WHERE datname = "
                 "current_database() AND pid <> pg_backend_pid()"
             )
 
@@ -294,31 +306,26 @@ def test_a_lost_connection_is_opened_again_and_a_ledger_that_went_on_is_refused(
         assert not isinstance(raised.value, NotNow)
 
 
-def test_a_server_that_says_nothing_is_waited_for_within_a_deadline_and_named() -> None:
-    pytest.importorskip("psycopg")
-    from verify.coordinator.ledger.postgres import PostgresStore
-
+def test_a_server_that_says_nothing_is_waited_for_within_a_deadline_and_named(store) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
         place = f"127.0.0.1:{silent.getsockname()[1]}"
         url = f"postgresql://me@{place}/runs?sslmode=disable&gssencmode=disable"
         with pytest.raises(StoreError, match=f"no connection to {place} within 0.2 s") as raised:
-            PostgresStore(url, "run", connect_s=0.2)
+            store.PostgresStore(url, "run", connect_s=0.2)
     assert raised.value.passing
 
 
-def test_an_append_that_takes_too_long_is_cut_off_and_counts_as_lost(tmp_path, database):
-    from verify.coordinator.ledger.postgres import PostgresStore
-
+def test_an_append_that_takes_too_long_is_cut_off_and_counts_as_lost(tmp_path, store, database):
     with (
-        closing(PostgresStore(database, "tiny", exchange_s=0.2)) as store,
+        closing(store.PostgresStore(database, "tiny", exchange_s=0.2)) as rows,
         closing(connected(database)) as other,
     ):
         other.autocommit = False
         other.execute("LOCK TABLE ledger IN EXCLUSIVE MODE")
         with pytest.raises(StoreError) as raised:
-            store.append([(1, "A", "{}", "a")])
+            rows.append([(1, "A", "{}", "a")])
         assert raised.value.passing and raised.value.in_doubt
-        assert store._connection.closed
+        assert rows._connection.closed
     assert list(read_events(tmp_path, with_ledger(database), Event)) == []
 
 
@@ -365,16 +372,16 @@ def site(database: str, tmp_path: Path) -> Iterator[Site]:
         yield site
 
 
-def test_a_run_with_its_ledger_in_postgres_restarts_and_is_audited(site, database):
-    from verify.coordinator.ledger.postgres import place
-
+def test_a_run_with_its_ledger_in_postgres_restarts_and_is_audited(site, store, database):
     for step in range(2):
         with site.serving():
             worker, first = site.worker(), site.url
             # when a second coordinator is started, then it is refused and the first goes on
             with pytest.raises(UserError, match="another process writes this run's") as refused:
                 site.serving().__enter__()
-            assert refused.value.place == place(str(with_ledger(database).verify.ledger), site.run)
+            assert refused.value.place == store.place(
+                str(with_ledger(database).verify.ledger), site.run
+            )
             assert site.url == first
             assert "end the other coordinator" in (refused.value.remedy or "")
             work(site, worker), work(site, worker)

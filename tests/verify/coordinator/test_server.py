@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from runspec.core.canonical import canonical_json, digest_bytes
@@ -22,7 +21,7 @@ from runspec.core.run_files import evaluation_file, submission_files
 from runspec.core.signed import SigningKey, sign_document
 from tests.ended_at_once import hears_sigterm_at_once
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec
-from tests.verify.coordinator.over_http import check, granted, post, sample, status
+from tests.verify.coordinator.over_http import check, granted, post, request, sample, status
 from verify.client import RunFinished, SubmissionRefused
 from verify.coordinator_http import ENVELOPE, sign_request
 from verify.formats.documents import Evaluated, Figure, ProblemResult, open_evaluation
@@ -64,7 +63,7 @@ def test_a_run_from_its_first_lease_to_its_last_batch(site: Site):
         assert (told["state"], told["steps_closed"]) == ("finished", 3)
         assert told["workers"][0]["accepted_tokens"] == 3 * 8 * 5
         assert told["workers"][0]["state"]["tokens"] == 100
-        metrics = httpx.get(f"{site.url}/metrics", trust_env=False).text
+        metrics = request(site, "GET", "/metrics").text
         assert "runspec_coordinator_accepted_rollouts_total 24.0" in metrics
 
 
@@ -130,7 +129,7 @@ def test_requests_are_refused_by_their_signature_size_and_form(site: Site):
     with site.serving():
         key, worker = site.worker()
         ask = {"wait": 0, "holding": []}
-        unsigned = httpx.post(f"{site.url}/v1/leases", json=ask, trust_env=False)
+        unsigned = request(site, "POST", "/v1/leases", json=ask)
         assert unsigned.status_code == 401
         for wrong, code in (
             ({"x": "x" * 70_000} | ask, 413),
@@ -179,8 +178,8 @@ def test_malformed_submissions_leave_no_file_and_the_right_one_counts_once(site:
             assert (answer.status_code, words in answer.json()["error"]) == (code, True), words
         headers = sign_request(key, run=RUN, method="POST", path="/v1/submissions", body=table)
         headers[ENVELOPE] = base64.b64encode(envelope).decode()
-        url, spoilt = f"{site.url}/v1/submissions", table[:-1] + b"x"
-        answer = httpx.post(url, content=spoilt, headers=headers, trust_env=False)
+        spoilt = {"content": table[:-1] + b"x", "headers": headers}
+        answer = request(site, "POST", "/v1/submissions", **spoilt)
         assert (answer.status_code, answer.json()["error"][:17]) == (400, "the body's digest")
         assert list((site.run_dir / "rollouts").glob("*/*")) == []
         # the lease is still good, and the same bytes again change nothing
@@ -210,7 +209,7 @@ def test_volunteers_get_the_listed_files_alone_and_check_them(tmp_path: Path):
         assert copy.read_bytes() == ROWS
         copy.unlink()
         for name in ("0" * 64, "../secret.txt", "secret.txt", "..%2Fsecret.txt"):
-            answer = httpx.get(f"{site.url}/v1/data/{name}")
+            answer = request(site, "GET", f"/v1/data/{name}")
             assert answer.status_code == 404 and b"not of the data" not in answer.content
         # when the file changes under the coordinator, or goes, then nothing is left of it
         for change, words in (
@@ -265,7 +264,7 @@ def test_only_the_evaluators_results_count_and_the_first_of_a_version_stays(tmp_
             client.evaluated(sign(replace(RESULT, faults=0), evaluator))
             stored = evaluation_file(site.run_dir, "held-out", 2).read_bytes()
             assert open_evaluation(stored, evaluators=frozenset({evaluator.public_hex})) == RESULT
-            (row,) = httpx.get(f"{site.url}/v1/evaluations").json()["evaluations"]
+            (row,) = request(site, "GET", "/v1/evaluations").json()["evaluations"]
             assert row["figures"] == {"mean": [0.5, 0.2, 0.8], "pass-2": [1.0, None, None]}
         with site.serving():  # and a new coordinator has it too
             assert site.client(evaluator).evaluations() == {("held-out", 2)}
