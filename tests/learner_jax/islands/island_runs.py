@@ -171,7 +171,7 @@ class IslandRun:
             folder.mkdir(parents=True, exist_ok=True)
             for shared in ("keys", "store", "work"):
                 if not (folder / shared).exists():
-                    (folder / shared).symlink_to(self.path / shared)
+                    (folder / shared).symlink_to(Path("../..") / shared)  # copies keep them
         write_folder(folder, self.spec, self.links[name])
         words = ["runspec.role", role, str(folder)]
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
