@@ -158,12 +158,13 @@ class TestFlooding:
         self, site: Site, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(handlers, "_SMALL_BYTES", 100)
-        key, _ = site.worker()
+        key, worker = site.worker()
+        granted(site, worker)
         ask = lambda: request(site, "GET", "/v1/status")  # noqa: E731
         assert [each["key"] for each in ask().json()["workers"]] == [key.public_hex]
         monkeypatch.setitem(limits.AT_ONCE, ("all", "download"), 0)
         assert (ask().status_code, ask().headers["Retry-After"]) == (503, "5")
-        assert leases(site, key).is_success
+        assert leases(site, key).status_code == 200
 
     def test_lines_in_the_log(self, site: Site, caplog: pytest.LogCaptureFixture) -> None:
         """Each refusal would be a line, each malformed request a traceback: none is."""
@@ -203,6 +204,7 @@ class TestFlooding:
         """Three times as many as there may be: the idle make room for those who work, and so do
         those whose body is due."""
         key, worker = site.worker()
+        granted(site, worker)
         body = b"{" + b" " * 100
         begun = head(site, key, "/v1/leases", body) + b"{"
         with ExitStack() as held:
@@ -212,7 +214,7 @@ class TestFlooding:
                     stream.sendall(begun)
             for _ in range(3):
                 worker.heartbeat({"version": 0})
-                assert leases(site, key).is_success
+                assert leases(site, key).status_code == 200
             assert all(not received(stream) for stream in streams[:CONNECTIONS])
 
 

@@ -290,9 +290,11 @@ def _end(child: int, *, contained: bool, program: int = 0) -> None:
         end = time.monotonic() + _END_S
         while os.waitpid(child, os.WNOHANG)[0] == 0:
             if time.monotonic() > end:
-                os.kill(child, kernel.SIGKILL)
+                below = control.descendants(child)  # before they get another parent
                 if program and not contained:
-                    os.killpg(program, kernel.SIGKILL)
+                    _kill(os.killpg, program)
+                for pid in (child, *below):
+                    _kill(os.kill, pid)
                 end = time.monotonic() + _END_S
             time.sleep(0.001)
     except (ProcessLookupError, ChildProcessError):

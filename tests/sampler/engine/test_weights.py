@@ -20,6 +20,7 @@ from runspec.core.errors import UserError
 from sampler.engine.engine import Engine
 from sampler.engine.loaded_weights import as_torch
 from sampler.engine.requests import Sampled, SampleRequest, probe_difference, read_probe
+from tests.harness import standing_still
 from tests.sampler.engine.models import (
     END_TOKEN,
     FAMILIES,
@@ -262,7 +263,7 @@ def test_each_token_has_the_version_that_sampled_it(trusted, untied, newer):
 def test_a_bad_version_in_flight_fails_what_was_under_way(trusted, untied, newer, tmp_path):
     # given sequences under way, and a version whose probe speaks of other weights
     bad = perturbed_version(newer, tmp_path / "bad", "v_proj.weight", probe=False)
-    future = under_way(trusted, batch(16, 16))
+    future = under_way(trusted, batch(64, 16))
     # when it is loaded
     with pytest.raises(UserError, match="version 2") as error:
         trusted.load(bad, 2)
@@ -278,11 +279,12 @@ def test_a_bad_version_in_flight_fails_what_was_under_way(trusted, untied, newer
 
 @pytest.mark.slow
 def test_an_untrusted_pool_refuses_a_load_under_way(engine, newer):
-    future = engine.submit(batch(16, 16))
-
-    with pytest.raises(RuntimeError, match="under way during a load"):
-        engine.load(newer, 1)
-
+    # given sequences that cannot end, since the engine core gets no processor time
+    with standing_still(engine.pids[0]):
+        future = engine.submit(batch(2, 2))
+        # when a version is loaded, then it is refused, and the sequences are the old version's
+        with pytest.raises(RuntimeError, match="under way during a load"):
+            engine.load(newer, 1)
     assert {0} == {v for result in future.result(WAIT_S) for v in result.versions}
 
 
