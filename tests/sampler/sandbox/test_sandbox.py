@@ -19,11 +19,11 @@ from runspec.core.errors import UserError
 from sampler.sandbox import PYTHON, Limits, NotIsolated, probe, require, run, start
 from sampler.sandbox import process as parent_side
 from sampler.sandbox.__main__ import main
-from sampler.sandbox.inside import control, kernel
+from sampler.sandbox.inside import control, kernel, launcher
 from sampler.sandbox.inside.control import Order
-from sampler.sandbox.inside.launcher import remove_scratch
 from sampler.sandbox.process import SET_B, Finished, judge, resolve_paths
 from tests.processes import alive
+from tests.waiting import eventually
 
 LIMITS = Limits(wall_s=600.0)
 ROOT = Path(__file__).parents[3]
@@ -217,10 +217,10 @@ def test_a_scratch_directory_goes_however_deep_and_closed(tmp_path):
         (inner / "file").touch()
     inner.chmod(0)
     (top / ".moved-1").chmod(0o300)
-    remove_scratch(bytes(top))
+    launcher.remove_scratch(bytes(top))
     assert not top.exists()
     assert (outside / "kept").exists()
-    remove_scratch(bytes(top))
+    launcher.remove_scratch(bytes(top))
 
 
 # -- The launcher's side, on kernels that this machine has not -------------------------------------
@@ -264,6 +264,23 @@ for name in ("readable", "writable", "outside"):
 """
     done = plain(source, str(tmp_path)).split("\n")
     assert done[:-1] == ["readable r", "writable r", "writable a", "writable x"]
+
+
+def test_where_init_does_not_end_in_time_all_below_it_ends_in_every_group(monkeypatch):
+    # given an init process that ignores the signal to end, and a program in another group
+    source = """
+import signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(subprocess.Popen(["sleep", "600"], start_new_session=True).pid, flush=True)
+signal.pause()
+"""
+    monkeypatch.setattr(launcher, "_END_S", 0.0)
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as init:
+        program = int(init.stdout.readline())
+        # when it is to end
+        launcher._end(init.pid, contained=False)
+    # then nothing is left
+    eventually(lambda: not alive(init.pid) and not alive(program), "both have ended")
 
 
 def test_where_landlock_does_not_scope_signals_the_filter_refuses_them(monkeypatch):
