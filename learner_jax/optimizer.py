@@ -33,14 +33,14 @@ from jaxtyping import Array, Bool, Float
 from learner_jax.leaves import leaf_at, leaf_path
 from learner_jax.sharding import widen
 from runspec.core.models.parameters import Tree
-from runspec.core.schema import Optimizer
+from runspec.core.schema import Optimizer, RunSpec
 
 HOST_MEMORY = "pinned_host"
 UPDATE_RMS = 0.2
 """Root mean square of muon's direction, near AdamW's, so that one `lr` is right for both."""
 
 
-def learning_rate(spec: Optimizer, updates: int) -> optax.Schedule:
+def learning_rate(spec: Optimizer, updates: int, rise: tuple[int, int] = (0, 0)) -> optax.Schedule:
     """lr_n: linear warm-up to lr, then the schedule.
 
     With w `warmup_updates`, d `decay_updates` and f `final_lr`, for n >= w:
@@ -50,14 +50,16 @@ def learning_rate(spec: Optimizer, updates: int) -> optax.Schedule:
         cosine     f + (lr - f) (1 + cos(pi t)) / 2
         wsd        linear with t = clip((n - (updates - d)) / d, 0, 1)      (arXiv 2404.06395)
 
-    and lr (n + 1) / w before.
+    and lr (n + 1) / w before. Of a rate that a change has set (`RunSpec.changes`), the first m
+    updates from update k on have the shares 1/m, 2/m, ... of that.
 
     Args:
         spec: rates and lengths.
         updates: that the run makes.
+        rise: k and m of the change; k counts every update of the steps before, also those skipped.
     """
     warmup, decay = spec.warmup_updates, spec.decay_updates or 0
-    rise = optax.linear_schedule(spec.lr / max(warmup, 1), spec.lr, warmup - 1)
+    start = optax.linear_schedule(spec.lr / max(warmup, 1), spec.lr, warmup - 1)
     if spec.schedule == "cosine":
         after = optax.cosine_decay_schedule(spec.lr, decay, spec.final_lr / spec.lr)
     elif spec.schedule == "constant":
@@ -65,11 +67,23 @@ def learning_rate(spec: Optimizer, updates: int) -> optax.Schedule:
     else:
         begin = updates - decay - warmup if spec.schedule == "wsd" else 0
         after = optax.linear_schedule(spec.lr, spec.final_lr, decay, max(begin, 0))
-    return optax.join_schedules([rise, after], [warmup])
+    rate = optax.join_schedules([start, after], [warmup])
+    first, length = rise
+    if not length:
+        return rate
+    return lambda n: rate(n) * jnp.clip((n - first + 1) / length, 1 / length, 1.0)
+
+
+def rise_of(spec: RunSpec) -> tuple[int, int]:
+    """The `rise` of `learning_rate`, from the spec of a step (`RunSpec.at_step`)."""
+    updates = spec.algorithm.updates_per_step
+    for change in spec.changes:
+        return change.step * updates, change.warmup_updates
+    return 0, 0
 
 
 def build_optimizer(
-    spec: Optimizer, updates: int, trained: Tree | None = None
+    spec: Optimizer, updates: int, trained: Tree | None = None, rise: tuple[int, int] = (0, 0)
 ) -> optax.GradientTransformationExtraArgs:
     """The chain: clip, then the rule of `optimizer.kind`.
 
@@ -79,8 +93,9 @@ def build_optimizer(
         spec: of the run.
         updates: that the run makes.
         trained: tree of `Parameter`, which muon asks for the layers' matrices.
+        rise: see `learning_rate`.
     """
-    rule = _skippable(_rule(spec, learning_rate(spec, updates), trained or {}))
+    rule = _skippable(_rule(spec, learning_rate(spec, updates, rise), trained or {}))
     if spec.offload or spec.kind == "muon":
         rule = _layer_by_layer(rule, hosted=spec.offload)
     return optax.chain(optax.clip_by_global_norm(spec.clip_norm), rule)

@@ -31,6 +31,8 @@ from learner_jax.training import StepResult, held_out_loss, supervised_step, tra
 class Recipe(ABC):
     """One kind of run; every method is collective over the learner's processes."""
 
+    programs: Programs
+    """Those of the step that is trained next."""
     feed: BatchFeed[Any]
     """Gives every process the batch of a step."""
     reader: ManifestReader[Any] | None
@@ -76,7 +78,7 @@ class Rollouts(Recipe):
     """Runs of kind `grpo`: graded rollouts, which the coordinator's batch manifests name."""
 
     def __init__(self, run: LearnerRun, programs: Programs, stop: threading.Event) -> None:
-        self._run, self._programs = run, programs
+        self._run, self.programs = run, programs
         first, key = run.peers.first, run.root_public_key
         self.reader = BatchReader(run.folder, run.spec, key(), run.island) if first else None
         source = _source(run, self.reader)
@@ -89,7 +91,7 @@ class Rollouts(Recipe):
         return train_step(
             self._run.own,
             self._run.mesh,
-            self._programs,
+            self.programs,
             state,
             published=published,
             reference=start.reference,
@@ -108,7 +110,7 @@ class Documents(Recipe):
 
     def __init__(self, run: LearnerRun, programs: Programs, stop: threading.Event) -> None:
         assert run.spec.supervised is not None, "a run that trains on documents"
-        self._run, self._programs, self._every = run, programs, run.spec.supervised.held_out.every
+        self._run, self.programs, self._every = run, programs, run.spec.supervised.held_out.every
         peers = run.peers
         opened: list[DocumentReader] = []
 
@@ -131,9 +133,7 @@ class Documents(Recipe):
         self, state: TrainState, batch: DocumentBatch, start: Start, published: Any | None
     ) -> StepResult:
         run = self._run
-        return supervised_step(
-            run.own, run.mesh, self._programs, state, batch.rows, base=start.base
-        )
+        return supervised_step(run.own, run.mesh, self.programs, state, batch.rows, base=start.base)
 
     def weight(self, batch: DocumentBatch) -> float:
         return float(batch.rows.weights.sum(dtype=np.float64))
@@ -143,5 +143,5 @@ class Documents(Recipe):
         self.held_out_nll = None
         if due and self._held_out is not None:
             self.held_out_nll = held_out_loss(
-                run.own, run.mesh, self._programs, weights(), self._held_out
+                run.own, run.mesh, self.programs, weights(), self._held_out
             )

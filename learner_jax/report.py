@@ -17,7 +17,7 @@ from learner_jax.corpus.packed import Corpus
 from learner_jax.distributed import LearnerRun
 from learner_jax.feed import DocumentBatch
 from learner_jax.metrics import JsonLines
-from learner_jax.optimizer import learning_rate
+from learner_jax.optimizer import learning_rate, rise_of
 from learner_jax.packing import TokenBatch
 from learner_jax.training import StepResult
 from runspec.core.models.hardware import jax_device
@@ -249,8 +249,7 @@ class DocumentRecords(Records):
 
     def __init__(self, run: LearnerRun, corpus: Corpus) -> None:
         super().__init__(run)
-        self._corpus, self._updates = corpus, run.spec.algorithm.updates_per_step
-        self._rate = learning_rate(run.spec.optimizer, run.spec.steps * self._updates)
+        self._corpus, self._spec = corpus, run.spec
 
     def _describe(
         self, batch: DocumentBatch, result: StepResult, held_out_nll: float | None
@@ -263,12 +262,18 @@ class DocumentRecords(Records):
             "held_out_bits_per_byte": nll / math.log(2) / corpus.kept.text_bytes
             if held_out
             else None,
-            "learning_rate": float(self._rate((batch.manifest.step + 1) * self._updates - 1)),
+            "learning_rate": self._learning_rate(batch.manifest.step),
             "epoch": rows.last / corpus.rows,
             "first_row": rows.first,
             "last_row": rows.last,
             "trained_tokens": int((batch.rows.weights > 0).sum()),
         }
+
+    def _learning_rate(self, step: int) -> float:
+        """That of the step's last update."""
+        spec, updates = self._spec.at_step(step), self._spec.algorithm.updates_per_step
+        rate = learning_rate(spec.optimizer, spec.steps * updates, rise_of(spec))
+        return float(rate((step + 1) * updates - 1))
 
     def _summary(self, line: Mapping[str, Any]) -> str:
         held_out = line["held_out_bits_per_byte"]

@@ -31,7 +31,7 @@ from learner_jax.loss import grpo_loss
 from learner_jax.metrics import LossMetrics
 from learner_jax.model import Policy, abstract_lora, abstract_params, bind, init_lora, merge_lora
 from learner_jax.optimizer import abstract_state as abstract_moments
-from learner_jax.optimizer import apply_gradients, build_optimizer, init_state
+from learner_jax.optimizer import apply_gradients, build_optimizer, init_state, rise_of
 from learner_jax.packing import Data, LossInputs, TokenBatch, row_bound
 from learner_jax.sharding import (
     Execution,
@@ -181,7 +181,7 @@ def policy_logprobs(
 
 
 def build_programs(
-    spec: RunSpec, config: ModelConfig, mesh: Mesh, *, island: bool = False
+    spec: RunSpec, config: ModelConfig, mesh: Mesh, *, island: bool = False, step: int = 0
 ) -> Programs:
     """Makes the programs of a run on a mesh.
 
@@ -190,16 +190,18 @@ def build_programs(
         config: of the model.
         mesh: of the program.
         island: whether it is an island, whose rate rises when it joins (`TrainState.joined`).
+        step: that they train; `RunSpec.changes` says for which others they are the same.
 
     Raises:
         UserError: the packing does not divide over the mesh, its rows are longer than the model
             is exact for, or pools differ in temperature.
     """
+    spec = spec.at_step(step)
     check_packing(spec.learner.packing, mesh)
     config.check_length(spec.learner.packing.tokens, place="learner.packing.tokens")
     lora, updates = spec.learner.lora, spec.steps * spec.algorithm.updates_per_step
     trained = abstract_params(config) if lora is None else abstract_lora(config, lora)
-    optimizer = build_optimizer(spec.optimizer, updates, trained)
+    optimizer = build_optimizer(spec.optimizer, updates, trained, rise_of(spec))
     params = abstract_like(trained, mesh, jnp.dtype(spec.learner.master_dtype))
     moments = abstract_moments(optimizer, params, offload=spec.optimizer.offload)
     replicated = NamedSharding(mesh, PartitionSpec())

@@ -108,6 +108,9 @@ class _Loop:
         """The newest version that is committed."""
         self._batch = None if island.joined else start.batch
         """Digest of the batch manifest trained last; None where others trained it."""
+        self._changed = 0
+        """The step of the newest of the spec's changes that the programs train by; 0 for none."""
+        self._take_settings()
         self._versions = VersionWriter(run, build_probe(run.own, run.config, run.mesh), saver)
         self._states = StateWriter(run, start, self._versions, saver)
         self._published = None
@@ -135,6 +138,7 @@ class _Loop:
             Stopped: as the class; the step is trained again.
         """
         batch = result = weight = None
+        self._take_settings()
         if not self._island.sits_out(self.step):
             try:
                 batch = self._recipe.feed.next(self.step, self._clock.waited)
@@ -174,6 +178,16 @@ class _Loop:
             self.save()
         self._clock.trained()  # writing is work too: nobody was waited for
         return True
+
+    def _take_settings(self) -> None:
+        """Train the next step by the settings that `changes` of the spec have for it."""
+        run, step = self._run, self.step
+        changed = max((each.step for each in run.spec.changes if each.step <= step), default=0)
+        if changed != self._changed:
+            run.log.info("step %d is trained by the settings of step %d", step, changed)
+            island, self._changed = run.link is not None, changed
+            self._programs = build_programs(run.own, run.config, run.mesh, island=island, step=step)
+            self._recipe.programs = self._programs
 
     def save(self) -> None:
         """Write the full state after `step` steps."""

@@ -89,7 +89,8 @@ def make_plan(spec: RunSpec, run_dir: Path, approved: Seen | None = None) -> Run
     if seen.spec_digest is None:
         changes = difference(None, spec)
         return RunPlan(spec, run_dir, seen, changes, "new", None, lacking, approved)
-    held_by, changes = holder(run_dir), difference(load_resolved(run_dir), spec)
+    held_by, before = holder(run_dir), load_resolved(run_dir)
+    changes = _without_past(difference(before, spec), before, spec, run_dir)
     with closing(RunState(run_dir)) as state:
         row = state.run()
     word = row.state if row else "starting"
@@ -137,6 +138,38 @@ def _words(seen: Seen) -> str:
     return f"serial {seen.serial} with spec {seen.spec_digest[:12]}"
 
 
+def _without_past(
+    changes: Sequence[Change], before: RunSpec, after: RunSpec, run_dir: Path
+) -> Sequence[Change]:
+    """The changes; those of settings by which a step was trained get the class newrun."""
+    if before.changes == after.changes:
+        return changes
+    trained = trained_steps(run_dir)
+    past = [[each for each in spec.changes if each.step < trained] for spec in (before, after)]
+    if past[0] == past[1]:
+        return changes
+    reason = f"{trained} steps are trained: {trained} is the first step that may change"
+    return [
+        replace(change, change_class="newrun", reason=reason)
+        if change.path.partition(".")[0] == "changes"
+        else change
+        for change in changes
+    ]
+
+
+def trained_steps(run_dir: Path) -> int:
+    """Number of steps that a run has trained.
+
+    Raises:
+        UserError: its spec cannot be read.
+    """
+    spec = load_resolved(run_dir)
+    versions = (*versions_in(params_folder(run_dir, spec)), *versions_in(weights_folder(run_dir)))
+    states = (each.step for each in full_states(run_dir, spec))
+    rows = (int(row["step"]) + 1 for row in read_rows(run_dir)[-1:])
+    return max((*versions, *states, *rows), default=0)
+
+
 def takes_any_change(run_dir: Path) -> bool:
     """Whether a run has trained no step. One whose root others have pinned takes no such change:
     they may hold its version 0, and a version number is published once.
@@ -145,8 +178,7 @@ def takes_any_change(run_dir: Path) -> bool:
         UserError: its spec cannot be read.
     """
     spec = load_resolved(run_dir)
-    versions = (*versions_in(params_folder(run_dir, spec)), *versions_in(weights_folder(run_dir)))
-    trained = max(versions, default=0) > 0 or full_states(run_dir, spec) or read_rows(run_dir)
+    trained = trained_steps(run_dir) > 0 or full_states(run_dir, spec)
     return not trained and spec.identity.root_public_key is None
 
 

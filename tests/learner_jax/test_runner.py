@@ -186,6 +186,30 @@ def test_a_crash_changes_no_bit_and_no_line(straight, broken, tmp_path):
         assert ours["loss"] == theirs["loss"] and ours["grad_norm"] == theirs["grad_norm"]
 
 
+def test_settings_change_at_their_step_wherever_the_run_was_broken_off(straight, broken, tmp_path):
+    # given a run whose settings change at step 3, with all its steps behind each other
+    change = {"name": "calmer", "step": 3, "lr": 1e-4, "warmup_updates": 4, "kl_coef": 0.5}
+    changes = [change | {"eps_low": 0.01, "eps_high": 0.01, "delta": 1.5}]
+    whole = ready_run(tmp_path / "whole" / "run", changes=changes)
+    train_to_the_end(whole)
+    # when one that died a step after its last state takes the change over
+    run = copied(broken, tmp_path / "run")
+    spec = tiny_spec(changes=changes, checkpoints={"every": 2})
+    (run.path / "spec.json").write_bytes(dump_resolved(spec))
+    run.add_step(3, version=2)
+    train_to_the_end(run)
+    # then step 2 is trained again as it was, step 3 by the new settings
+    for version, equal in ((3, True), (4, False)):
+        runs = (straight, whole, run)
+        before, expected, found = (weights(each, version, tmp_path) for each in runs)
+        assert_same_weights(found, expected)
+        assert all((before[name] == found[name]).all() for name in before) == equal
+    # and so they are when the state after the change is lost: a replay that differs would stop
+    shutil.rmtree(state_folder(run.path, run.spec) / "step_4")
+    train_to_the_end(run)
+    assert state_steps(state_folder(run.path, run.spec))[-1] == 4
+
+
 def test_a_crash_changes_no_bit_of_other_kinds_of_state(broken_adapters, tmp_path):
     # given the same run, once without a break
     straight = ready_run(tmp_path / "a" / "run", **other_kinds())

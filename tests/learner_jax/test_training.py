@@ -428,8 +428,10 @@ def test_the_learning_rate_warms_up_then_follows_its_schedule(schedule, expected
     spec = Optimizer.model_validate({"lr": 4.0, "warmup_updates": 4, "schedule": schedule, **decay})
     found = learning_rate(spec, 10)
     assert [float(found(jnp.int32(n))) for n in range(10)] == pytest.approx(expected)
-    # and without a warm-up the first update has the whole rate
+    # and without a warm-up the first update has the whole rate, and a changed one rises anew
     assert float(learning_rate(Optimizer(lr=4.0), 10)(jnp.int32(0))) == 4.0
+    risen = learning_rate(Optimizer(lr=4.0), 10, (4, 4))
+    assert [float(risen(jnp.int32(n))) for n in range(3, 9)] == [1, 1, 2, 3, 4, 4]
 
 
 @pytest.mark.parametrize("kind", KINDS)

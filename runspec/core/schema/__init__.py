@@ -6,7 +6,7 @@ spec from YAML layers. This module has the spec itself, and how a run is kept, p
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -50,6 +50,7 @@ from runspec.core.schema.training import (
     Source,
     Supervised,
     Tokenizer,
+    TrainingChange,
     WarmStart,
     ZLoss,
 )
@@ -279,6 +280,8 @@ class RunSpec(fields.Block):
     """What a step trains on, and by which loss."""
     optimizer: Optimizer
     """The update rule."""
+    changes: Annotated[list[TrainingChange], fields.RESTART] = []
+    """Settings of training that change in the course of the run; merged by name over the layers."""
     reward: list[Reward] = []
     """For `grpo`: terms, added up; merged by name over the layers."""
     learner: Learner
@@ -321,6 +324,36 @@ class RunSpec(fields.Block):
         kind = algorithm.get("kind") if isinstance(algorithm, dict) else algorithm
         supervised = kind in SUPERVISED or isinstance(kind, Supervised)
         return value | {"verify": {"validators": 0, **verify}} if supervised else value
+
+    @model_validator(mode="after")
+    def _changes_fit(self) -> Self:
+        steps = [change.step for change in self.changes]
+        penalised = self.supervised is None and self.grpo.kl.coef > 0.0
+        if len(set(steps)) < len(steps) or any(step >= self.steps for step in steps):
+            raise ValueError("changes at different steps below `steps` were expected")
+        if self.supervised is not None and any(change.clip for change in self.changes):
+            raise ValueError("clip bounds of changes are for runs that sample")
+        if not penalised and any(change.kl_coef for change in self.changes):
+            raise ValueError("`kl_coef` of changes needs an `algorithm.kl.coef` above 0")
+        return self
+
+    def at_step(self, step: int) -> RunSpec:
+        """Return the spec by which a step is trained.
+
+        Of `changes` it has the newest one that has set the learning rate by then, or none.
+        """
+        optimizer, algorithm, rates = self.optimizer, self.algorithm, list[TrainingChange]()
+        held = [change for change in self.changes if change.step <= step]
+        for change in sorted(held, key=lambda change: change.step):
+            if change.lr is not None:
+                optimizer, rates = optimizer.model_copy(update={"lr": change.lr}), [change]
+            if isinstance(algorithm, Grpo):
+                clip = algorithm.clip.model_copy(update=change.clip)
+                kl = {"coef": change.kl_coef or algorithm.kl.coef}
+                parts = {"clip": clip, "kl": algorithm.kl.model_copy(update=kl)}
+                algorithm = algorithm.model_copy(update=parts)
+        settings = {"optimizer": optimizer, "algorithm": algorithm, "changes": rates}
+        return self.model_copy(update=settings)
 
     @property
     def grpo(self) -> Grpo:

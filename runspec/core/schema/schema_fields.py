@@ -189,6 +189,7 @@ def _marks(annotation: Any) -> list[Any]:
 
 EMPTY = yaml_nodes.MapNode({}, Place("", 1, 1))
 _OBJECTS = {
+    "changes": "change",
     "data.sources": "source",
     "reward": "reward term",
     "samplers": "pool",

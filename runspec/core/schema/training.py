@@ -399,3 +399,32 @@ class Optimizer(fields.Block):
     """Updates in a row whose loss or gradient is not finite that are skipped; one more stops."""
     offload: Annotated[bool, fields.RESTART, fields.SITE] = False
     """Keeps the moments in the host's memory between updates."""
+
+
+class TrainingChange(fields.Block):
+    """Settings of training from a step on; what is null stays as it was."""
+
+    CHANGE = "restart"
+
+    name: fields.Name
+    """Names the change in findings and overlays."""
+    step: fields.Steps
+    """First step that is trained by them; it must not be trained yet when they are applied."""
+    lr: fields.Positive | None = None
+    """`optimizer.lr`."""
+    warmup_updates: Annotated[fields.CountOrZero, fields.Unit("optimizer updates")] = 0
+    """The learning rate grows linearly to `lr` over these, counted from `step`."""
+    eps_low: fields.Positive | None = None
+    """For `grpo`: `algorithm.clip.eps_low`."""
+    eps_high: fields.Positive | None = None
+    """For `grpo`: `algorithm.clip.eps_high`."""
+    delta: fields.Positive | None = None
+    """For `grpo`: `algorithm.clip.delta`."""
+    kl_coef: fields.Positive | None = None
+    """For `grpo`: `algorithm.kl.coef`, where that was above 0 from the start."""
+
+    @property
+    def clip(self) -> dict[str, float]:
+        """The bounds that it changes, by their names in `algorithm.clip`."""
+        bounds = {"eps_low": self.eps_low, "eps_high": self.eps_high, "delta": self.delta}
+        return {name: bound for name, bound in bounds.items() if bound is not None}

@@ -405,6 +405,20 @@ def test_a_trained_step_is_never_lost(tmp_path: Path) -> None:
         assert (run.directory / trained).exists()
 
 
+def test_settings_change_only_for_steps_that_are_not_trained(tmp_path: Path) -> None:
+    # given a run that has trained two steps
+    with prepared(small_spec(), tmp_path) as run:
+        write_atomic(run.directory / "metrics.jsonl", b'{"step": 0}\n{"step": 1}\n')
+    settings = ("changes.calmer.lr=1e-4", "changes.calmer.step={}")
+    # when settings are to change at a later step, then a restart takes that over
+    planned = command("plan", tmp_path, *(text.format(2) for text in settings))
+    assert "restart: " in planned.stdout and "newrun" not in planned.stdout
+    # and at a step that is trained they cannot change
+    refused = command("apply", tmp_path, *(text.format(1) for text in settings))
+    assert refused.returncode == 1
+    assert "(2 steps are trained: 2 is the first step that may change)" in refused.stderr
+
+
 def test_a_root_that_others_pin_takes_no_such_change_and_keeps_its_keys(tmp_path: Path) -> None:
     with prepared(small_spec(), tmp_path) as run:
         assert takes_any_change(run.directory)
