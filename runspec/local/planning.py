@@ -139,8 +139,8 @@ def _words(seen: Seen) -> str:
 
 
 def _without_past(
-    changes: Sequence[Change], before: RunSpec, after: RunSpec, run_dir: Path
-) -> Sequence[Change]:
+    changes: list[Change], before: RunSpec, after: RunSpec, run_dir: Path
+) -> list[Change]:
     """The changes; those of settings by which a step was trained get the class newrun."""
     if before.changes == after.changes:
         return changes
