@@ -1,7 +1,8 @@
 """inspect-ai, lm-eval and verifiers, each whole, ask a tiny model that `runspec evaluate` serves.
 
-It needs `make eval-inspect eval-lm-eval eval-verifiers`. The files that the tools write go to
-`.cache/evaluation_tools`; `tests/sampler/evaluation/tools` has copies of some.
+It needs `make eval-inspect eval-lm-eval eval-verifiers`. The newest transformers of the registry,
+in a folder of its own, loads an export by the lines of its model card. The files that the tools
+write go to `.cache/evaluation_tools`; `tests/sampler/evaluation/tools` has copies of some.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from runspec.core.schema.load import load_resolved
+from runspec.local.model_folders import export_version
+from sampler.tasks.task_set import PromptCodec
 from tests.harness import ROOT
+from tests.runspec.cli.published import code_of_card, publish_run
 
 TASKS = Path(__file__).parent / "tool_tasks"
 ENVIRONMENTS = ROOT / ".venv"
@@ -69,7 +74,46 @@ def run() -> dict[str, object]:
     KEPT.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as folder:
         model = byte_model(Path(folder) / "tiny")
-        return {name: _ran(name, model) for name in RUNS}
+        found = {name: _ran(name, model) for name in RUNS}
+        return {**found, "newest transformers": newest_transformers(Path(folder))}
+
+
+_SHOWN = """
+import json, transformers
+print(json.dumps([transformers.__version__, ids.tolist(), model(ids).logits.tolist()]))
+"""
+
+
+def newest_transformers(folder: Path) -> dict[str, object]:
+    """Export a run, and compare what the newest transformers and the pinned one make of it.
+
+    The export is of a Qwen 2 with a tokenizer that no Qwen 2 has. Torch is ours for both.
+    """
+    packages, export = folder / "packages", folder / "export"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "transformers"]
+    subprocess.run([*install, "--target", str(packages)], timeout=DEADLINE_S, check=True)
+    run_dir = publish_run(folder, 1)
+    spec = load_resolved(run_dir)
+    export_version(run_dir, spec, None, export)
+    found = []
+    for path in ("", str(packages)):
+        code = f"{code_of_card(export)}\n{_SHOWN}"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=export,
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            timeout=DEADLINE_S,
+            check=True,
+        )
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    (pinned, ids, ours), (newest, others_ids, theirs) = found
+    target = next(term.targets[0] for term in spec.reward if term.targets)
+    codec = PromptCodec.read(export, spec.data)
+    assert ids == others_ids == [codec.prompt_tokens("Your question", target)]
+    apart = float((torch.tensor(ours) - torch.tensor(theirs)).abs().max())
+    assert apart < 1e-4, apart
+    return {"newest": newest, "pinned": pinned, "tokens": len(ids[0]), "logits_apart": apart}
 
 
 def byte_model(folder: Path) -> Path:
