@@ -69,7 +69,12 @@ def evaluate_command(
         UserError: the weights are missing or damaged, or the suite has errors.
     """
     theirs = {"--python": python, "--task": task, "--out": out, "options after --": context.args}
-    ours = {"--suite": suite, "--data": data, "--set": overrides, "--overlap": overlap}
+    ours: dict[str, object] = {
+        "--suite": suite,
+        "--data": data,
+        "--set": overrides,
+        "--overlap": overlap,
+    }
     ours["--samples"] = samples
     if wrong := [name for name, value in (ours if tool else theirs).items() if value]:
         how = "beside --with" if tool else "without --with"

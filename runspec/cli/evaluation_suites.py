@@ -97,7 +97,8 @@ def rows_suite(base: Mapping[str, Any], data: Path, folder: Path) -> Path:
     """
     if not data.exists():
         raise BadUsage(f"there is no {data}", place="--data", remedy="name a file of rows")
-    own = next((each for each in base["data"].get("sources", ()) if each.get("uri")), {})
+    files = (each for each in base["data"].get("sources", ()) if each.get("uri"))
+    own: Mapping[str, Any] = next(files, {})
     source = {key: own[key] for key in ("kind", "params", "task_types") if key in own}
     if source.setdefault("kind", "jsonl") in _READ_AS_ROWS and data.is_file():
         source["kind"] = "parquet" if data.suffix == ".parquet" else "jsonl"

@@ -129,14 +129,13 @@ class Questions:
         return found
 
     def _kept(self, item: GradeItem, grade: Graded | GraderFault) -> dict[str, Any]:
-        problem, fault = self.tasks.problem(item.problem), isinstance(grade, GraderFault)
-        return {
-            "problem_id": problem.problem_id,
-            "prompt": problem.prompt,
-            "output": self.tasks.text(item.output_tokens),
-            "reward": None if fault else grade.task_reward,
-            "reason": str(grade) if fault else grade.reason,
-        }
+        problem = self.tasks.problem(item.problem)
+        reward, reason = None, str(grade)
+        if isinstance(grade, Graded):
+            reward, reason = grade.task_reward, grade.reason
+        output = self.tasks.text(item.output_tokens)
+        names = {"problem_id": problem.problem_id, "prompt": problem.prompt}
+        return {**names, "output": output, "reward": reward, "reason": reason}
 
 
 def answered(
