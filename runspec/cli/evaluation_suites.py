@@ -37,17 +37,14 @@ _READ_AS_ROWS = ("jsonl", "parquet", "hf_dataset")
 def bare_spec(weights: Path, length: int) -> dict[str, Any]:
     """Return what a spec must have besides a suite, for weights of so many positions."""
     pool, files = serve.bare_pool(length), TokenizerFiles.read(weights)
-    thinking = None if files is None else thinking_of(files)
+    thinking = (files and thinking_of(files)) or "required"
     return {
         "version": "runspec/v1",
         "name": "evaluated",
         "seed": 1,
         "steps": 1,
         "model": {"hf": str(weights), "max_context": length},
-        "data": {
-            "max_prompt_tokens": length - pool.max_new_tokens,
-            "thinking": thinking or "required",
-        },
+        "data": {"max_prompt_tokens": length - pool.max_new_tokens, "thinking": thinking},
         "optimizer": {"lr": 1.0},
         "learner": {"hardware": {"kind": "cpu"}, "packing": {"tokens": length, "rows": 1}},
         "samplers": [pool.model_dump(mode="json", exclude_none=True)],

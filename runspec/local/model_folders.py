@@ -112,10 +112,10 @@ def tokenizer_loader(folder: Path) -> str:
     made the tokenizer.
     """
     files = TokenizerFiles.read(folder)
-    said = None if files is None else files.config.get("tokenizer_class")
-    generic = said in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    named = (folder / CLASS_NAME).is_file()
-    return "PreTrainedTokenizerFast" if generic and not named else "AutoTokenizer"
+    said = files and files.config.get("tokenizer_class")
+    if said not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
+        return "AutoTokenizer"
+    return "AutoTokenizer" if (folder / CLASS_NAME).is_file() else "PreTrainedTokenizerFast"
 
 
 def _loading(loader: str, place: str) -> list[str]:

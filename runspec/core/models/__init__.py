@@ -167,14 +167,11 @@ def _yarn(reader: _Reader) -> Yarn:
 CONFIG_NAME = "config.json"
 CLASS_NAME = "exact_tokenizer.py"
 """Code beside a tokenizer that a run made; transformers runs it only by `trust_remote_code`."""
-_CLASS = '''"""The tokenizer of tokenizer.json as it stands."""
-
-from transformers import PreTrainedTokenizerFast
-
-
-class ExactTokenizer(PreTrainedTokenizerFast):
-    """For `AutoTokenizer` with `trust_remote_code`; without that it needs no code."""
-'''
+_CLASS = (
+    "from transformers import PreTrainedTokenizerFast\n\n\n"
+    "class ExactTokenizer(PreTrainedTokenizerFast):\n"
+    '    """The tokenizer of tokenizer.json as it stands, for AutoTokenizer."""\n'
+)
 _REFERENCE = "exact_tokenizer.ExactTokenizer"
 # For some families, Qwen 2's among them, AutoTokenizer of transformers 5 takes the family's own
 # tokenizer instead of the class that is named here, unless `auto_map` names one.
