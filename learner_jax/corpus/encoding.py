@@ -21,6 +21,7 @@ from learner_jax.corpus.documents import Counts, Document, Kind, read_all, repor
 from learner_jax.corpus.sources import Conversation, only_parts, read_rows, spans_of
 from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError
+from runspec.core.models import made_tokenizer_files
 from runspec.core.schema import SUPERVISED, RunSpec, Source
 from runspec.core.tokenizer_files import ASSISTANT, ChatTemplate, TokenizerFiles
 
@@ -364,16 +365,9 @@ def tokenizer_command(
     with output_directory(out) as folder:
         tokenizer = train_tokenizer(texts, vocab, scheme)
         (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-        (folder / "tokenizer_config.json").write_text(
-            json.dumps(
-                {
-                    "tokenizer_class": "PreTrainedTokenizerFast",
-                    "clean_up_tokenization_spaces": False,
-                    **{f"{kind}_token": token for kind, token in _SPECIAL[scheme].items()},
-                },
-                indent=2,
-            )
-        )
+        special = {f"{kind}_token": token for kind, token in _SPECIAL[scheme].items()}
+        for name, text in made_tokenizer_files(special).items():
+            (folder / name).write_text(text, encoding="utf-8")
     log.info("%s has %d tokens", out, vocab)
 
 

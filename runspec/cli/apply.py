@@ -300,7 +300,8 @@ def _run_table(rows: Sequence[Row], steps: int, width: int) -> Table:
         curve = _curve(rows, "task_reward", width)
         table.add_row("task reward", number(row.get("task_reward")), curve)
         table.add_row("reward", number(row.get("reward")), "")
-        table.add_row("length error", number(row.get("length_error")), "tokens")
+        if row.get("length_error") is not None:
+            table.add_row("length error", number(row["length_error"]), "tokens")
         lag = f"largest {number(row.get('lag_max'))}"
         table.add_row("lag", number(row.get("lag_mean"), 2), lag)
         trained, sampled = per_second(row.get("tokens_per_s")), row.get("sampler_tokens_per_s")

@@ -1,24 +1,16 @@
-"""`runspec evaluate`: a run's version, or any Hugging Face directory, on a suite of problems.
-
-A suite is a YAML file with the spec's own blocks: `data.sources` with `train: false`, the terms of
-`reward` that grade them, and `evaluations`. It goes over the run's spec, or over a bare one for a
-directory that no run made.
-"""
+"""`runspec evaluate`: a run's version, or any Hugging Face directory, on rows or on a suite."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,15 +18,13 @@ import typer
 from rich.console import Console
 
 from runspec.cli import options, serve
-from runspec.cli.checks import located
+from runspec.cli.evaluation_suites import bare_spec, named_suite, rows_suite, suite_spec
 from runspec.core.entry_points import KEY_VARIABLE, Asked, EvaluationTool, evaluation_tool
 from runspec.core.errors import BadUsage, UserError, one_line
 from runspec.core.models import TOKENIZER_NAMES
 from runspec.core.schema import RunSpec
-from runspec.core.schema.load import SpecFiles, dump_resolved, load_layers
+from runspec.core.schema.load import dump_resolved
 from runspec.core.schema.role_names import evaluator_pool
-from runspec.lint import Context
-from runspec.lint.rules.samplers import evaluation_names
 from runspec.local.backend import EXIT_INTERRUPTED, StopSignals, last_lines
 from runspec.local.formatting import number
 from runspec.local.machine import vllm_environment
@@ -48,9 +38,12 @@ def evaluate_command(
         typer.Option("--suite", metavar="NAME|FILE", help="Else the run's own evaluations."),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option("--data", help="Problems of a shipped suite.")
+        Path | None, typer.Option("--data", help="Rows to ask, also of a shipped suite.")
     ] = None,
     overrides: options.Overrides = None,
+    samples: Annotated[
+        int | None, typer.Option("--samples", min=1, metavar="N", help="Prints N answers.")
+    ] = None,
     overlap: Annotated[
         bool, typer.Option("--overlap", help="Names problems that the run trains on.")
     ] = False,
@@ -76,18 +69,25 @@ def evaluate_command(
         UserError: the weights are missing or damaged, or the suite has errors.
     """
     theirs = {"--python": python, "--task": task, "--out": out, "options after --": context.args}
-    ours = {"--suite": suite, "--data": data, "--set": overrides, "--overlap": overlap}
+    ours: dict[str, object] = {
+        "--suite": suite,
+        "--data": data,
+        "--set": overrides,
+        "--overlap": overlap,
+    }
+    ours["--samples"] = samples
     if wrong := [name for name, value in (ours if tool else theirs).items() if value]:
         how = "beside --with" if tool else "without --with"
         raise BadUsage(f"{wrong[0]} {how}", remedy="see `runspec evaluate --help`")
     found: dict[str, Any] | None
     if tool is None:
-        found = evaluate_suite(what, suite, data, overrides or (), runs_dir, overlap=overlap)
+        more = ["--samples", str(samples or _UNSOLVED), *(["--overlap"] if overlap else [])]
+        found = evaluate_suite(what, suite, data, overrides or (), runs_dir, more)
     else:
         found = evaluate_with(what, tool, python, task, context.args, out, runs_dir)
     if found is None:
         return EXIT_INTERRUPTED
-    print_results(found, as_json=as_json)
+    print_results(found, as_json=as_json, samples=samples is not None)
     return 0
 
 
@@ -97,21 +97,20 @@ def evaluate_suite(
     data: Path | None,
     overrides: Sequence[str],
     runs_dir: Path,
-    *,
-    overlap: bool,
+    more: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Evaluate on a suite; return the result by evaluation.
+    """Evaluate on rows or a suite; return the result by evaluation.
 
     Args:
         what: NAME, NAME@VERSION, or a Hugging Face directory.
         suite: name of a shipped suite, or a file; None: the run's own evaluations.
-        data: the problems of a shipped suite.
+        data: the problems of a shipped suite; without a suite, rows of the run's format.
         overrides: `path=value` each, over the suite.
         runs_dir: folder of runs.
-        overlap: whether problems that the run trains on are named.
+        more: options of `python -m sampler suite`.
 
     Raises:
-        UserError: the weights are missing or damaged, or the suite has errors.
+        UserError: the weights are missing or damaged, or rows or suite have errors.
     """
     with tempfile.TemporaryDirectory(prefix="runspec-evaluate-") as folder:
         model = serve.served(what, runs_dir)
@@ -126,58 +125,22 @@ def evaluate_suite(
         own = {each["name"] for each in base.get("evaluations", ())}
         file: Path | None = None
         if suite is not None:
-            file, more = named_suite(suite, data, Path(folder))
-            overrides = [*more, *overrides]
+            file, where = named_suite(suite, data, Path(folder))
+            overrides = [*where, *overrides]
+        elif data is not None:
+            file = rows_suite(base, data, Path(folder))
         elif not own:
-            raise UserError("no evaluation", place=what, remedy="name a suite with --suite")
+            remedy = "ask rows with --data ROWS.jsonl, or name a --suite"
+            raise UserError("no evaluation", place=what, remedy=remedy)
         spec = suite_spec(base, file, overrides, Path(folder))
-        names = [each.name for each in spec.evaluations if suite is None or each.name not in own]
+        names = [each.name for each in spec.evaluations if file is None or each.name not in own]
         if not names:
             raise UserError("no evaluation", place=suite or what, remedy="give it `evaluations`")
-        return _evaluated(spec, weights, names, Path(folder), overlap=overlap)
-
-
-def bare_spec(weights: Path, length: int) -> dict[str, Any]:
-    """Return what a spec must have besides a suite, for weights of so many positions."""
-    pool = serve.bare_pool(length)
-    return {
-        "version": "runspec/v1",
-        "name": "evaluated",
-        "seed": 1,
-        "steps": 1,
-        "model": {"hf": str(weights), "max_context": length},
-        "data": {"max_prompt_tokens": length - pool.max_new_tokens},
-        "optimizer": {"lr": 1.0},
-        "learner": {"hardware": {"kind": "cpu"}, "packing": {"tokens": length, "rows": 1}},
-        "samplers": [pool.model_dump(mode="json", exclude_none=True)],
-    }
-
-
-def suite_spec(
-    base: Mapping[str, Any], suite: Path | None, overrides: Sequence[str], folder: Path
-) -> RunSpec:
-    """Return the spec of base and suite; relative files of a suite lie beside it.
-
-    Raises:
-        UserError: it has errors.
-    """
-    layers, top = [folder / "base.yaml"], folder / "evaluated.yaml"
-    layers[0].write_text(json.dumps(base))  # JSON is YAML
-    layers += [suite.absolute()] if suite is not None else []
-    top.write_text(json.dumps({"extends": [str(layer) for layer in layers]}))
-    files = SpecFiles(top, overrides=overrides)
-    spec = load_layers(files).require()
-    for violation in evaluation_names(Context(spec, files)):
-        raise UserError(
-            violation.message,
-            place=f"{suite or 'the run'}: {'.'.join(map(str, violation.location))}",
-            remedy=violation.suggestion,
-        )
-    return spec if suite is None else located(spec, suite.absolute().parent)
+        return _evaluated(spec, weights, names, Path(folder), more)
 
 
 def _evaluated(
-    spec: RunSpec, weights: Path, names: Sequence[str], folder: Path, *, overlap: bool
+    spec: RunSpec, weights: Path, names: Sequence[str], folder: Path, more: Sequence[str]
 ) -> dict[str, Any]:
     resolved, out = folder / "spec.json", folder / "result.json"
     resolved.write_bytes(dump_resolved(spec))
@@ -187,11 +150,12 @@ def _evaluated(
     environment = vllm_environment(
         (), on_cpu=pool.hardware.kind == "cpu", tensor=pool.parallel.tensor
     )
+    # The process reads rows before it forks, so it may have no threads. It ends without taking its
+    # engine apart, which multiprocessing would remark on.
+    environment = {**environment, "TOKENIZERS_PARALLELISM": "false"}
+    quiet = {"PYTHONWARNINGS": "ignore:resource_tracker"}
     done = subprocess.run(
-        [*command, *(["--overlap"] if overlap else [])],
-        # The process ends without taking its engine apart, which multiprocessing would remark on.
-        env={"PYTHONWARNINGS": "ignore:resource_tracker", **os.environ, **environment},
-        check=False,
+        [*command, *more], env={**quiet, **os.environ, **environment}, check=False
     )
     if done.returncode != 0 or not out.exists():
         raise UserError(
@@ -203,7 +167,12 @@ def _evaluated(
     return found
 
 
-def print_results(found: Mapping[str, Any], *, as_json: bool) -> None:
+_UNSOLVED = 3
+"""Answers that are printed where none is right."""
+
+
+def print_results(found: Mapping[str, Any], *, as_json: bool, samples: bool = False) -> None:
+    """Print results by evaluation, with answers if `samples` is true or all of them got 0."""
     if as_json:
         print(json.dumps(found, indent=1))
         return
@@ -218,6 +187,12 @@ def print_results(found: Mapping[str, Any], *, as_json: bool) -> None:
         if unanswered := result.get("unanswered"):
             print(f"  {unanswered} outputs have no answer in the form of data.thinking")
         console.print(table)
+        if samples or result["figures"].get("mean", [None])[0] == 0:
+            for one in result.get("samples", ()):
+                asked, reason = one_line(one["problem_id"], 200), one_line(one["reason"], 400)
+                print(f"  {asked}: reward {number(one['reward'])}{', ' if reason else ''}{reason}")
+                print(f"    asked  {one_line(one['prompt'], 400)}")
+                print(f"    output {one_line(one['output'], 400)}")
         for one in result.get("overlap", ()):
             how = "the same words as" if one["exact"] else "13 words in a row of"
             asked, trained = (one_line(one[name], 200) for name in ("problem_id", "trained"))
@@ -346,73 +321,3 @@ def run_tool(
             remedy="the lines above say why",
         )
     return True
-
-
-MAX_UNPACKED_BYTES = 8 * 1024**3
-"""Most bytes that a file of problems may have when it is unpacked."""
-_CHUNK_BYTES = 1024 * 1024
-_SUITES = resources.files("runspec.cli") / "suites"
-
-
-def shipped_names() -> list[str]:
-    """Return the names of the shipped suites."""
-    names = (entry.name for entry in _SUITES.iterdir())
-    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
-
-
-def named_suite(suite: str, data: Path | None, folder: Path) -> tuple[Path, Sequence[str]]:
-    """Return the file of a suite, and the overrides that say where its problems are.
-
-    Args:
-        suite: name of a shipped suite, or a file.
-        data: JSON Lines of a shipped suite's problems, also as .gz, or Parquet, or a folder.
-        folder: gets files that are made for it.
-
-    Raises:
-        BadUsage: `data` is missing, or there although the suite is a file.
-        UserError: `data` cannot be unpacked.
-    """
-    shipped = shipped_names()
-    if suite not in shipped:
-        if data is not None:
-            raise BadUsage(
-                "--data is of a shipped suite; a file of your own names its problems itself",
-                place=suite,
-                remedy=f"the shipped ones are {', '.join(shipped)}",
-            )
-        if not Path(suite).is_file():
-            raise BadUsage(
-                "no such file, and no shipped suite",
-                place=suite,
-                remedy=f"the shipped ones are {', '.join(shipped)}",
-            )
-        return Path(suite), ()
-    if data is None or not data.exists():
-        raise BadUsage(
-            "its problems are not here" if data is None else f"there is no {data}",
-            place=f"suite {suite}",
-            remedy="--data FILE; docs/evaluation.md says which data set fits",
-        )
-    path = folder / f"{suite}.yaml"
-    path.write_text((_SUITES / path.name).read_text(encoding="utf-8"), encoding="utf-8")
-    data = _unpacked(data, folder) if data.suffix == ".gz" else data.absolute()
-    source = f"data.sources.suite-{suite}"
-    # LiveCodeBench has a reader of its own, for JSON Lines.
-    parquet = data.suffix == ".parquet" and suite != "livecodebench"
-    return path, [f"{source}.uri={data}", *([f"{source}.kind=parquet"] if parquet else [])]
-
-
-def _unpacked(data: Path, folder: Path) -> Path:
-    """Write a gzip file's contents into a folder; return the path."""
-    path, size = folder / data.stem, 0
-    try:
-        with gzip.open(data) as packed, path.open("wb") as plain:
-            while chunk := packed.read(_CHUNK_BYTES):
-                size += plain.write(chunk)
-                if size > MAX_UNPACKED_BYTES:
-                    raise UserError(f"more than {MAX_UNPACKED_BYTES} bytes", place=str(data))
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(
-            f"cannot be unpacked: {error}", place=str(data), remedy="fetch the file again"
-        ) from error
-    return path

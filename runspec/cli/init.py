@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from runspec.core.errors import UserError, bad_usage
 from runspec.core.files import expand_user, temporary_name
+from runspec.core.models import made_tokenizer_files
 from runspec.core.models.family import load_config, named_config
 from runspec.core.models.hardware import jax_device
 from runspec.core.schema.field_docs import json_schema
@@ -276,11 +277,8 @@ def data_files(seed: int) -> dict[str, str]:
 def tokenizer_files() -> dict[str, str]:
     """Return what goes with digits.json, a tokenizer that is trained on all `worked` sums."""
     tokens = {f"{kind}_token": f"<|{kind}|>" for kind in ("pad", "bos", "eos")}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    return {
-        "tokenizer/tokenizer_config.json": json.dumps({**config, **tokens}, indent=1) + "\n",
-        "tokenizer/chat_template.jinja": CHAT_TEMPLATE,
-    }
+    files = {**made_tokenizer_files(tokens), "chat_template.jinja": CHAT_TEMPLATE}
+    return {f"tokenizer/{name}": text for name, text in files.items()}
 
 
 def _problem(a: int, b: int, prompt: str) -> dict[str, Any]:

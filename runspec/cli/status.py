@@ -39,6 +39,8 @@ EVENTS = 20
 WATCH_S = 2.0
 _CLEAR = "\033[H\033[2J"
 """Clears a terminal."""
+_OF_ROLLOUTS = ("LogprobAlarm", "NothingSolved", "SetAside", "GraderFaults")
+"""Conditions that a run on documents does not have."""
 _FOLDERS = ("checkpoints", "weights", "store", "rollouts", "work", "logs")
 
 
@@ -134,7 +136,7 @@ def _show(seen: RunView) -> None:
     if missing := _missing_islands(seen):
         print(f"waits {missing}")
     for cause in seen.causes:
-        print(f"does not learn: {cause}")
+        print(cause.line)
     holding = [each for each in seen.conditions.values() if each.status != "False"]
     console.print(condition_table(holding))
     console.print(role_table(seen.roles, seen.stages))
@@ -197,9 +199,11 @@ def step_line(rows: Sequence[Row], steps: int) -> str:
             f"held out {nll} ({bits} bits a byte)  {per_second(metrics.tokens_per_s(row))} tok/s  "
             f"MFU {share(row.get('mfu'))}  {waited}{islands}"
         )
+    error = row.get("length_error")  # of a run with target lengths
     return (
         f"step {row['step'] + 1}/{steps}  task {number(row.get('task_reward'))}  "
-        f"reward {number(row.get('reward'))}  length error {number(row.get('length_error'))}  "
+        f"reward {number(row.get('reward'))}  "
+        f"{'' if error is None else f'length error {number(error)}  '}"
         f"lag {number(row.get('lag_mean'), 2)}  {per_second(row.get('sampler_tokens_per_s'))} tok/s"
         f"{islands}"
     )
@@ -265,7 +269,9 @@ def describe_command(run: options.Run, runs_dir: options.RunsDir = options.RUNS)
         changes += [f"  {text}" for text in row.what]
     _lines("Changes", changes)
     print("\nConditions")
-    console.print(condition_table([*seen.conditions.values()]))
+    left_out = _OF_ROLLOUTS if seen.spec.supervised is not None else ()
+    shown = [each for each in seen.conditions.values() if each.type not in left_out]
+    console.print(condition_table(shown))
     print("\nRoles")
     console.print(role_table(seen.roles, seen.stages))
     exits = {event.role: event for event in seen.events if event.exit_code is not None}
@@ -355,12 +361,16 @@ def _missing_islands(seen: RunView) -> str:
 
 
 def _figures(seen: RunView) -> Iterator[tuple[str, str]]:
+    """Yield the figures of the newest step; those that the run does not have are left out."""
     row = seen.newest
+    if not row:
+        return
     if seen.spec.supervised is not None:
-        for key in ("loss", "nll", "bits_per_byte", "grad_norm", "learning_rate", "epoch", "mfu"):
-            yield key.replace("_", " "), number(row.get(key))
-        for key, value in training_figures(seen.rows).items():
-            yield key.replace("_", " "), number(value)
+        keys = ("loss", "nll", "bits_per_byte", "grad_norm", "learning_rate", "epoch", "mfu")
+        figures = {**{key: row.get(key) for key in keys}, **training_figures(seen.rows)}
+        for key, value in figures.items():
+            if value is not None:
+                yield key.replace("_", " "), number(value)
         yield "tokens/s", per_second(row.get("tokens_per_s"))
         return
     for name, key in (
@@ -371,8 +381,9 @@ def _figures(seen: RunView) -> Iterator[tuple[str, str]]:
         ("lag, largest", "lag_max"),
         ("MFU", "mfu"),
     ):
-        yield name, number(row.get(key))
+        if row.get(key) is not None:
+            yield name, number(row[key])
     yield "trained tokens/s", per_second(row.get("tokens_per_s"))
     yield "sampled tokens/s", per_second(row.get("sampler_tokens_per_s"))
-    for name in ("verdict", "manifest"):
+    for name in ("verdict", "manifest") if latency_line(row) else ():
         yield f"submission to {name}", ", p99 ".join(latency(row, name))

@@ -1,4 +1,5 @@
-"""How a run does, by its own figures: its evaluations, its alarms, and why it does not learn.
+"""How a run does, by its own figures: its evaluations, its alarms, and why it does not learn or
+learns by heart.
 
 Each cause comes with its numbers and the spec's fields.
 """
@@ -36,13 +37,15 @@ COLLAPSED_NATS, COLLAPSED = 0.05, 0.2
 """Entropy, and its share of the first steps', below both of which it has collapsed."""
 CLIPPED = 0.3
 """Share of tokens that the clip takes out of the gradient."""
+GAP = 0.05
+"""Task reward by which held-out problems are at least behind those that are trained on."""
 DRIFT_NATS = 0.1
 """Mean |log-prob difference| between learner and samplers from which lag counts as the cause."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """One reason why a run does not learn."""
+    """One reason why a run does not learn, or learns what only its own problems need."""
 
     name: str
     """One word, for programs."""
@@ -51,27 +54,43 @@ class Cause:
     fields: tuple[str, ...]
     """Fields of the spec to look at."""
 
+    @property
+    def line(self) -> str:
+        """The cause as a line by itself."""
+        return f"{'warning' if self.name == OWN_PROBLEMS else 'does not learn'}: {self}"
+
     def __str__(self) -> str:
         return f"{self.name}: {self.text} (look at {', '.join(self.fields)})"
 
 
-def diagnose(spec: RunSpec, rows: Sequence[Row], failed_groups: int = 0) -> list[Cause]:
-    """Return why the newest steps did not learn, the likeliest cause first; empty if they did.
+def diagnose(
+    spec: RunSpec,
+    rows: Sequence[Row],
+    failed_groups: int = 0,
+    results: Sequence[Evaluated] = (),
+) -> list[Cause]:
+    """Return why the newest steps did not learn, the likeliest cause first, and whether they learn
+    what held-out problems do not need; empty if all is well.
 
     Args:
         spec: of the run; runs on documents have no diagnosis.
         rows: metrics.jsonl, a row a step, in order.
         failed_groups: groups that the run lost because the grader failed.
+        results: of the run's evaluations, in the order of versions.
     """
-    if spec.supervised is not None or len(rows) < NEWEST or is_learning(rows):
+    if spec.supervised is not None or len(rows) < NEWEST:
         return []
-    found = (*_of_rewards(spec, rows, failed_groups), *_of_updates(spec, rows))
+    behind = [*_of_held_out(spec, rows, results)]
+    if is_learning(rows):
+        return behind
+    found = (*behind, *_of_rewards(spec, rows, failed_groups), *_of_updates(spec, rows))
     return [cause for name in _ORDER for cause in found if cause.name == name]
 
 
 _ORDER = (
     *("GraderFails", "UpdatesSkipped", "CutOff", "NothingRight", "EqualGroups"),
     *("EntropyCollapsed", "RatioClipped", "LagAtLimit", "LengthOutweighs"),
+    OWN_PROBLEMS := "DoesNotGeneralise",
 )
 """The likeliest causes first."""
 
@@ -88,11 +107,45 @@ def is_learning(rows: Sequence[Row]) -> bool:
         before, after = after[: NEWEST // 2], after[NEWEST // 2 :]
     for key in ("task_reward", "reward"):
         first, last = _known(before, key), _known(after, key)
-        if len(first) >= 2 and len(last) >= 2:
-            error = sqrt(variance(first) / len(first) + variance(last) / len(last))
-            if fmean(last) - fmean(first) > max(RISE * error, 1e-6):
-                return True
+        if len(first) >= 2 and len(last) >= 2 and _rises(first, last):
+            return True
     return False
+
+
+def _rises(first: Sequence[float], last: Sequence[float]) -> bool:
+    """Return whether the mean rises by more than its standard errors; two values each at least."""
+    error = sqrt(variance(first) / len(first) + variance(last) / len(last))
+    return fmean(last) - fmean(first) > max(RISE * error, 1e-6)
+
+
+def _of_held_out(
+    spec: RunSpec, rows: Sequence[Row], results: Sequence[Evaluated]
+) -> Iterator[Cause]:
+    """Yield whether held-out problems are clearly behind those that are trained on.
+
+    The newest result of each evaluation of problems that training holds out is compared with the
+    steps that led to its version. Only a run whose task reward rose up to there has learned by
+    heart; one that starts apart has problems of another kind.
+    """
+    trained = {source.name for source in spec.data.sources if source.train}
+    held_out = {each.name for each in spec.evaluations if each.source in (None, *trained)}
+    first = _known(rows[:NEWEST], "task_reward")
+    for name, result in newest(results).items():
+        before = [row for row in rows if row["step"] < result.version][-NEWEST:]
+        last, figure = _known(before, "task_reward"), result.figures.get("mean")
+        if name not in held_out or figure is None or figure.high is None:
+            continue
+        if min(len(first), len(last)) < NEWEST:
+            continue
+        error = RISE * sqrt(variance(last) / len(last))
+        if fmean(last) - error > figure.high + GAP and _rises(first, last):
+            text = (
+                f"{name} of version {result.version} has a task reward of {number(figure.value)} "
+                f"({number(figure.low)} to {number(figure.high)}), the steps before it had "
+                f"{number(fmean(last))}: more problems generalise, fewer steps keep what there is"
+            )
+            sources = (f"data.sources.{source}" for source in sorted(trained))
+            yield Cause(OWN_PROBLEMS, text, (*sources, "steps", "optimizer.lr"))
 
 
 def _of_rewards(spec: RunSpec, rows: Sequence[Row], failed: int) -> Iterator[Cause]:

@@ -108,7 +108,7 @@ def step_gaps(rows: Sequence[Row], newest: int) -> list[float]:
 
 
 def end_figures(summary: Mapping[str, Any]) -> list[tuple[str, float | None, float | None]]:
-    """Return label, first and last value of the figures that a run is to improve.
+    """Return label, first and last value of the figures that a run is to improve, and has.
 
     Args:
         summary: as `summarise` makes it.
@@ -120,6 +120,7 @@ def end_figures(summary: Mapping[str, Any]) -> list[tuple[str, float | None, flo
         (name, figures[f"{key}_first"], figures[f"{key}_last"])
         for figures, names in found
         for key, name in names.items()
+        if (figures[f"{key}_first"], figures[f"{key}_last"]) != (None, None)
     ]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ from runspec.core import run_files
 from runspec.core.canonical import MalformedJson, digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import Folder, new_directory, read_bounded
-from runspec.core.models import TOKENIZER_NAMES
+from runspec.core.models import CLASS_NAME, TOKENIZER_NAMES
 from runspec.core.models.family import load_config
 from runspec.core.process import root_public_key
 from runspec.core.schema import RunSpec
 from runspec.core.signed import BadSignature
 from runspec.lint import TokenizerFiles
+from runspec.lint.rules.data import opens_thinking
 from runspec.local.diagnosis import result_line, results_of
 from runspec.local.formatting import reported
 from runspec.local.identity import load_roles
@@ -83,12 +84,7 @@ def require_fitting(tokenizer: Path, model: Path) -> None:
 
 def trained_model(run_dir: Path, spec: RunSpec) -> list[str]:
     """Return lines on the newest published version after 0: its Hugging Face directory, what it
-    lacks, and a line of Python for transformers and for vLLM. Empty where none is published.
-
-    transformers' AutoTokenizer takes a tokenizer of its own for some architectures, so the line
-    names the class that goes by tokenizer.json. vLLM has that fault too: where the run made the
-    tokenizer, it is to be given token ids.
-    """
+    lacks, and a line of Python for transformers and for vLLM. Empty where none is published."""
     published = stored_versions(run_dir / "store" / "origin", spec.name)
     version = max(
         {*published} & {*run_files.versions_in(run_files.weights_folder(run_dir))}, default=0
@@ -98,15 +94,56 @@ def trained_model(run_dir: Path, spec: RunSpec) -> list[str]:
     folder = run_files.weights_folder(run_dir) / f"v{version}"
     which = "the last" if version == spec.steps else f"the newest published of {spec.steps}"
     place = json.dumps(str(folder))
-    by_ids = ", skip_tokenizer_init=True" if spec.model.hf is None else ""
+    loader = tokenizer_loader(folder)
+    by_ids = "" if loader == "AutoTokenizer" else ", skip_tokenizer_init=True"
     return [
         f"version {version}, {which}, as a Hugging Face directory: {folder}",
         *_lacking(folder),
-        "transformers: from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast; "
-        f"model = AutoModelForCausalLM.from_pretrained({place}); "
-        f"tokenizer = PreTrainedTokenizerFast.from_pretrained({place})",
+        f"transformers: {'; '.join(_loading(loader, place))}",
         f"vLLM: from vllm import LLM; model = LLM({place}{by_ids})",
     ]
+
+
+def tokenizer_loader(folder: Path) -> str:
+    """Return the class of transformers that reads the tokenizer of a directory as it stands.
+
+    AutoTokenizer and vLLM take a tokenizer of their own for some families (`CLASS_NAME`), unless
+    the directory names a class. That is missing where an older version of runspec or a person
+    made the tokenizer.
+    """
+    files = TokenizerFiles.read(folder)
+    said = files and files.config.get("tokenizer_class")
+    if said not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
+        return "AutoTokenizer"
+    return "AutoTokenizer" if (folder / CLASS_NAME).is_file() else "PreTrainedTokenizerFast"
+
+
+def _loading(loader: str, place: str) -> list[str]:
+    """Return lines of Python that load tokenizer and model from a place, a literal of Python."""
+    return [
+        f"from transformers import AutoModelForCausalLM, {loader}",
+        f"tokenizer = {loader}.from_pretrained({place})",
+        f"model = AutoModelForCausalLM.from_pretrained({place})",
+    ]
+
+
+def _usage(spec: RunSpec, folder: Path) -> Iterator[str]:
+    """Yield lines of Python that load the model in this folder and ask it in the run's own form."""
+    yield from _loading(tokenizer_loader(folder), '"."')
+    files = TokenizerFiles.read(folder)
+    target = next((length for term in spec.reward for length in term.targets or ()), None)
+    if files is not None and files.has_template:
+        yield f"messages = {spec.data.prompt_messages('Your question', target)!r}"
+        how = "messages, tokenize=False, add_generation_prompt=True"
+        yield f"text = tokenizer.apply_chat_template({how})"
+        if spec.data.think_prefill and not opens_thinking(files):
+            yield 'text += "<think>\\n"'
+    else:
+        yield 'text = "Your text"'
+    yield 'ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]'
+    longest = max((pool.max_new_tokens for pool in spec.samplers), default=64)
+    yield f"output = model.generate(ids, max_new_tokens={longest})"
+    yield "print(tokenizer.decode(output[0]))"
 
 
 def _lacking(folder: Path) -> Iterator[str]:
@@ -214,7 +251,8 @@ def export_version(run_dir: Path, spec: RunSpec, version: int | None, out: Path)
             (new / FILE_NAME).write_bytes(found.signed)
             shutil.copyfile(run_dir / "keys" / "roles.json", new / ROLES_NAME)
             root = root_public_key(run_dir, spec)
-            card = model_card(spec, found.manifest, digest_bytes(found.signed), root, results)
+            digest = digest_bytes(found.signed)
+            card = model_card(spec, found.manifest, digest, root, results, _usage(spec, new))
             (new / CARD_NAME).write_text(card, encoding="utf-8")
     except OSError as error:
         taken = isinstance(error, FileExistsError)
@@ -272,6 +310,7 @@ def model_card(
     manifest_digest: str,
     root: str,
     results: Sequence[Evaluated],
+    usage: Iterable[str],
 ) -> str:
     """Return the model card: Markdown with the metadata of the Hugging Face hub in front.
 
@@ -281,12 +320,15 @@ def model_card(
         manifest_digest: BLAKE3 of the signed manifest.
         root: the run's root public key.
         results: evaluations of the version.
+        usage: lines of Python that load it and ask it.
     """
     meta: dict[str, Any] = {"tags": ["runspec", spec.algorithm.kind]}
     if spec.model.hf is not None:
         meta["base_model"] = spec.model.hf
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in meta.items()), "---", ""]
     lines += [f"# {spec.name}, version {manifest.version} of {spec.steps}", ""]
+    lines += ["## How to use", "", "In this folder, with transformers and torch:", ""]
+    lines += [*(f"    {line}" for line in usage), ""]
     lines += _section("Recipe", _recipe(spec))
     lines += _section("Data", _data(spec))
     found = {result.evaluation: result_line(result) for result in results}

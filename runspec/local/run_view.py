@@ -182,8 +182,8 @@ class RunView:
 
     @cached_property
     def causes(self) -> list[Cause]:
-        """Why the newest steps did not learn; empty if they did."""
-        return diagnose(self.spec, self.rows, self.dropped.by_grader)
+        """Why the newest steps did not learn, or not what held-out problems need."""
+        return diagnose(self.spec, self.rows, self.dropped.by_grader, self.results)
 
     @cached_property
     def conditions(self) -> dict[str, Condition]:

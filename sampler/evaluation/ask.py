@@ -16,8 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import closing
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ from sampler.tasks.task_set import (
 )
 from verify.formats.documents import Figure, ProblemResult
 from verify.noise import noise_key
-from verify.plugins import GradeItem, GraderFault
+from verify.plugins import Graded, GradeItem, GraderFault
 
 if TYPE_CHECKING:
     from sampler.engine.engine import Engine  # its import takes seconds
@@ -68,6 +68,10 @@ class Questions:
     """Lengths that prompts ask for, in turn; empty if they ask for none."""
     unanswered: int = 0
     """Outputs so far without an answer in the form that the run asks for."""
+    shown: int = 0
+    """Answers that are kept whole, the first ones to all problems before any second one."""
+    answers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Kept ones by their place."""
 
     @classmethod
     def of(cls, spec: RunSpec, evaluation: Evaluation, tasks: RunTask) -> Questions:
@@ -112,6 +116,9 @@ class Questions:
             rewards = [None if isinstance(g, GraderFault) else g.task_reward for _, g in own]
             texts = [self.tasks.answer(item.output_tokens) for item, _ in own]
             self.unanswered += texts.count(None)
+            for number, (item, grade) in enumerate(own):
+                if (place := number * self.count + index) < self.shown:
+                    self.answers[place] = self._kept(item, grade)
             found[index] = ProblemResult(
                 self.tasks.problem(index).problem_id,
                 self.target(index),
@@ -120,6 +127,15 @@ class Questions:
                 majority(texts, rewards),
             )
         return found
+
+    def _kept(self, item: GradeItem, grade: Graded | GraderFault) -> dict[str, Any]:
+        problem = self.tasks.problem(item.problem)
+        reward, reason = None, str(grade)
+        if isinstance(grade, Graded):
+            reward, reason = grade.task_reward, grade.reason
+        output = self.tasks.text(item.output_tokens)
+        names = {"problem_id": problem.problem_id, "prompt": problem.prompt}
+        return {**names, "output": output, "reward": reward, "reason": reason}
 
 
 def answered(
@@ -358,6 +374,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("weights", metavar="WEIGHTS", type=Path, help="a Hugging Face directory")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="gets the result")
     parser.add_argument("--evaluation", action="append", required=True, metavar="NAME")
+    parser.add_argument("--samples", type=int, default=0, metavar="N", help="answers to keep")
     parser.add_argument("--overlap", action="store_true", help="name problems that are trained on")
 
 
@@ -381,39 +398,47 @@ def evaluate(
     Raises:
         UserError: the weights, the problems or this machine cannot be used, or it was stopped.
     """
-    # Imported here: it takes seconds, and `python -m sampler --help` has no use for it.
-    from sampler.engine.engine import Engine
-
     spec = parse_resolved(read_bounded(options.spec, MAX_BYTES), place=str(options.spec))
     chosen = [each for each in spec.evaluations if each.name in options.evaluation]
     found: dict[str, Any] = {}
-    with closing(Engine(evaluator_pool(spec), probe=False)) as engine:
+    with ExitStack() as up:
+        # Read first: a row that is wrong is named before vLLM takes its time.
+        sets = [
+            up.enter_context(closing(build_evaluation_set(spec, evaluation, options.weights)))
+            for evaluation in chosen
+        ]
+        log.info("waits for vLLM to load %s", options.weights)
+        began = time.monotonic()
+        # Imported here: it takes seconds, and neither `--help` nor a wrong row has a use for it.
+        from sampler.engine.engine import Engine
+
+        engine = up.enter_context(closing(Engine(evaluator_pool(spec), probe=False)))
         engine.load(options.weights, 0)
-        for evaluation in chosen:
+        log.info("vLLM loaded it in %.0f s", time.monotonic() - began)
+        for evaluation, tasks in zip(chosen, sets, strict=True):
             began, name = time.monotonic(), evaluation.name
-            with closing(build_evaluation_set(spec, evaluation, options.weights)) as tasks:
-                questions = Questions.of(spec, evaluation, tasks)
-                total = questions.count
-                log.info("%s: %d problems, %d answers each", name, total, evaluation.samples)
-                results = ask(questions, engine, stop, log, name)
-                if results is None:
-                    raise UserError("stopped before all problems were answered", place=name)
-                figures, _, faults = summary(results)
-                found[name] = {
-                    "figures": {k: [f.value, f.low, f.high] for k, f in figures.items()},
-                    "unanswered": questions.unanswered,
-                    "faults": faults,
-                    "wall_s": round(time.monotonic() - began, 3),
-                    "problems": [asdict(each) for each in results],
-                }
-                if options.overlap:
-                    trained: Iterable[tuple[str, str]] = ()
-                    if any(source.train for source in spec.data.sources):
-                        codec = PromptCodec.read(options.weights, spec.data)
-                        problems = Problems(spec, problem_filter(spec, codec, "train"))
-                        trained = _texts(problems, len(problems))
-                    rows = overlaps(_texts(tasks, total), trained)
-                    found[name]["overlap"] = [asdict(one) for one in rows]
+            questions = Questions.of(spec, evaluation, tasks)
+            questions.shown, total = options.samples, questions.count
+            log.info("%s: %d problems, %d answers each", name, total, evaluation.samples)
+            if (results := ask(questions, engine, stop, log, name)) is None:
+                raise UserError("stopped before all problems were answered", place=name)
+            figures, _, faults = summary(results)
+            found[name] = {
+                "figures": {k: [f.value, f.low, f.high] for k, f in figures.items()},
+                "unanswered": questions.unanswered,
+                "faults": faults,
+                "wall_s": round(time.monotonic() - began, 3),
+                "problems": [asdict(each) for each in results],
+                "samples": [answer for _, answer in sorted(questions.answers.items())],
+            }
+            if options.overlap:
+                trained: Iterable[tuple[str, str]] = ()
+                if any(source.train for source in spec.data.sources):
+                    codec = PromptCodec.read(options.weights, spec.data)
+                    problems = Problems(spec, problem_filter(spec, codec, "train"))
+                    trained = _texts(problems, len(problems))
+                rows = overlaps(_texts(tasks, total), trained)
+                found[name]["overlap"] = [asdict(one) for one in rows]
     return found
 
 

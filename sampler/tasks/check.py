@@ -21,7 +21,7 @@ import numpy as np
 
 from runspec.core.errors import UserError, describe_error
 from runspec.core.process import run_role
-from runspec.core.schema import Reward, RunSpec
+from runspec.core.schema import Reward, RunSpec, Source
 from runspec.core.schema.load import load_resolved
 from runspec.core.schema.schema_fields import close_match
 from sampler.tasks.file_source import FileSource
@@ -140,7 +140,7 @@ def check(spec: RunSpec, model: Path | None) -> Checked:
         with checked.catching(f"reward.{reward.name}", reward.kind):
             if make_term(reward).role == "task":
                 rewards.append(reward)
-    sources = _read(spec, Keep(), checked)
+    sources = _read(spec, lambda source: Keep(), checked)
     if len(sources) == len(spec.data.sources):
         _measure(spec, model, checked)
     _read_verifications(rewards, sources, checked)
@@ -150,7 +150,7 @@ def check(spec: RunSpec, model: Path | None) -> Checked:
 
 def _measure(spec: RunSpec, model: Path | None, checked: Checked) -> None:
     """Encode every prompt, as the roles will, and note how many problems are left."""
-    codec = None
+    codec, trained = None, {source.name for source in spec.data.sources if source.train}
     if spec.warm_start is not None and spec.model.shape is not None:
         with checked.catching("warm_start"), TemporaryDirectory(prefix="runspec-") as folder:
             data = load_warm_start_data(spec)
@@ -164,20 +164,24 @@ def _measure(spec: RunSpec, model: Path | None, checked: Checked) -> None:
         with checked.catching("model"):
             codec = PromptCodec.read(model, spec.data)
     if codec is not None:
-        fitting = _read(spec, problem_filter(spec, codec, "train"), checked)
+        kept = {train: problem_filter(spec, codec, "train" if train else None) for train in (1, 0)}
+        fitting = _read(spec, lambda source: kept[source.train], checked)
         for name, source in fitting.items():
-            rows = source.summary if isinstance(source, FileSource) else ""
-            checked.notes.append(f"source {name}: {rows or f'{len(source)} to train on'}")
+            use = "to train on" if name in trained else "to ask"
+            rows = source.summary if isinstance(source, FileSource) else f"{len(source)} {use}"
+            checked.notes.append(f"source {name}: {rows}")
 
 
-def _read(spec: RunSpec, keep: Keep, checked: Checked) -> dict[str, ProblemSource]:
+def _read(
+    spec: RunSpec, keep: Callable[[Source], Keep], checked: Checked
+) -> dict[str, ProblemSource]:
     """Return the sources that can be created and have a problem, by name."""
     found = {}
     for source in spec.data.sources:
         _log.info("source %s", source.name)
         place = f"data.sources.{source.name}"
         with checked.catching(place, source.kind):
-            made = make_source(source, spec.seed, keep)
+            made = make_source(source, spec.seed, keep(source))
             if len(made):
                 made.problem(0)
                 found[source.name] = made

@@ -38,7 +38,7 @@ from verify.plugins import Problem
 _log = logging.getLogger(__name__)
 _PROGRESS_S = 5.0
 _MAX_CACHED_BYTES = 1 << 32
-_VERSION = "kept rows 5"
+_VERSION = "kept rows 6"
 _SAID: Mapping[Part, str] = {
     "train": "to train on",
     "held_out": "held out",
@@ -96,7 +96,7 @@ def _selected(
     key = hash_parts(
         *(_VERSION, source.kind, source.name),
         *(file_digest(file.path) for file in files),
-        source.model_dump_json(include={"params", "task_types", "solve_rate"}),
+        source.model_dump_json(include={"params", "task_types", "solve_rate", "train"}),
         keep.digest,
     ).hex()
     cache = os.environ.get("XDG_CACHE_HOME", "")
@@ -155,7 +155,8 @@ def _scan(source: Source, files: Sequence[RowFile], reader: RowReader, keep: Kee
             if len(waiting) == _TOGETHER:
                 decide()
     decide()
-    summary = ", ".join(f"{counts[part]} {_SAID[part]}" for part in keep.known)
+    said = _SAID if source.train else {"train": "to ask", "over_long": _SAID["over_long"]}
+    summary = ", ".join(f"{counts[part]} {said[part]}" for part in keep.known if part in said)
     if bounds is not None:
         summary += (
             f", {counts['off_rate']} left out by their solve rate, {counts['no_rate']} without one"
@@ -166,7 +167,8 @@ def _scan(source: Source, files: Sequence[RowFile], reader: RowReader, keep: Kee
             f"no problem is left: {summary}",
             place=f"data.sources.{source.name}",
             remedy=", or ".join(remedies)
-            or "add problems: a run with a warm start holds a tenth of them out",
+            or "add problems"
+            + ": a run with a warm start holds a tenth of them out" * source.train,
         )
     return SelectedRows(np.array(kept, dtype=np.int64), sorted(types), summary)
 

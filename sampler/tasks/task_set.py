@@ -362,6 +362,10 @@ class RunTask:
         """Return the text of an output's answer; None if it gives none."""
         return self._codec.answer(output_tokens)
 
+    def text(self, output_tokens: Sequence[int]) -> str:
+        """Return the whole text of an output, special tokens included."""
+        return self._codec.decode(output_tokens)
+
     def close(self) -> None:
         """End the grader processes."""
         self._graders.close()

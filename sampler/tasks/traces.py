@@ -13,7 +13,6 @@ the small model needs no second alphabet.
 
 from __future__ import annotations
 
-import json
 import re
 import string
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from tokenizers.models import WordLevel
 
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
+from runspec.core.models import made_tokenizer_files
 from runspec.core.schema import RunSpec
 from runspec.core.tokenizer_files import TokenizerFiles
 from sampler.tasks.task_set import (
@@ -46,14 +46,12 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '\\n<think>' }}{% endif %}"
 )
 TOKENIZER_CONFIG = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
     "eos_token": EOS,
     "pad_token": PAD,
     "unk_token": UNKNOWN,
-    "clean_up_tokenization_spaces": False,
     "chat_template": CHAT_TEMPLATE,
 }
-"""Contents of tokenizer_config.json, as transformers and vLLM read it."""
+"""Special tokens and chat template of tokenizer_config.json."""
 _WORD = re.compile(r" ?(?:[a-z]+|[0-9]+)")
 # The last word of a line is never one token: it is the subject of the problem, and the policy has
 # to spell it even if every prompt has it.
@@ -119,10 +117,10 @@ class WarmStartTraces:
         self.pad_token_id: int = self._codec.token(PAD)
 
     def write_tokenizer(self, directory: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json into an existing directory."""
-        write_atomic(directory / "tokenizer.json", self._tokenizer.to_str(pretty=True).encode())
-        config = json.dumps(TOKENIZER_CONFIG, indent=2)
-        write_atomic(directory / "tokenizer_config.json", config.encode())
+        """Write tokenizer.json and what goes with it into an existing directory."""
+        files = made_tokenizer_files(TOKENIZER_CONFIG)
+        for name, text in {**files, "tokenizer.json": self._tokenizer.to_str(pretty=True)}.items():
+            write_atomic(directory / name, text.encode())
 
     def traces(self, rng: np.random.Generator, count: int, split: Split) -> list[Trace]:
         """Return `count` traces of problems drawn with replacement."""

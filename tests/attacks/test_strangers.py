@@ -391,12 +391,14 @@ def test_lint_shows_no_value_of_the_environment(tmp_path: Path, secret: str) -> 
     assert "${TOKEN}" in shown and secret[:8] not in shown and secret[-5:] not in shown
 
 
-def test_a_problem_that_overlaps_is_named_in_one_printable_line(
+def test_a_problem_that_overlaps_and_an_answer_are_shown_in_printable_lines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     name = "\x1b]0;title\x07\n\u202e" + BRACKETS
-    found = {"figures": {}, "count": 1, "faults": 0}
+    found = {"figures": {"mean": [0.0, None, None]}, "count": 1, "faults": 0}
+    found["samples"] = [{"reward": 0.0, **dict.fromkeys(("prompt", "output", "reason"), name)}]
+    found["samples"][0]["problem_id"] = name
     found["overlap"] = [{"problem_id": name, "trained": name, "exact": True}]
     print_results({"suite": found}, as_json=False)
-    (line,) = (each for each in capsys.readouterr().out.split("\n") if "the same words" in each)
-    assert line.isprintable() and BRACKETS in line
+    lines = [each for each in capsys.readouterr().out.split("\n") if BRACKETS in each]
+    assert len(lines) == 4 and all(line.isprintable() for line in lines)

@@ -1,7 +1,8 @@
 """inspect-ai, lm-eval and verifiers, each whole, ask a tiny model that `runspec evaluate` serves.
 
-It needs `make eval-inspect eval-lm-eval eval-verifiers`. The files that the tools write go to
-`.cache/evaluation_tools`; `tests/sampler/evaluation/tools` has copies of some.
+It needs `make eval-inspect eval-lm-eval eval-verifiers`. The newest transformers of the registry,
+in a folder of its own, loads an export by the lines of its model card. The files that the tools
+write go to `.cache/evaluation_tools`; `tests/sampler/evaluation/tools` has copies of some.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from runspec.core.schema.load import load_resolved
+from runspec.local.model_folders import export_version
 from tests.harness import ROOT
+from tests.runspec.cli.published import code_of_card, publish_run
 
 TASKS = Path(__file__).parent / "tool_tasks"
 ENVIRONMENTS = ROOT / ".venv"
@@ -69,7 +73,32 @@ def run() -> dict[str, object]:
     KEPT.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as folder:
         model = byte_model(Path(folder) / "tiny")
-        return {name: _ran(name, model) for name in RUNS}
+        found = {name: _ran(name, model) for name in RUNS}
+        return {**found, "newest transformers": newest_transformers(Path(folder))}
+
+
+_SHOWN = "import json, transformers as t; logits = model(ids).logits.tolist()\n"
+_SHOWN += "print(json.dumps([t.__version__, ids.tolist(), logits]))"
+
+
+def newest_transformers(folder: Path) -> dict[str, object]:
+    """Export a run, and compare what the newest transformers and the pinned one make of it.
+
+    The export is of a Qwen 2 with a tokenizer that no Qwen 2 has. Torch is ours for both.
+    """
+    packages, export, run_dir = folder / "packages", folder / "export", publish_run(folder, 1)
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "transformers"]
+    subprocess.run([*install, "--target", str(packages)], timeout=DEADLINE_S, check=True)
+    export_version(run_dir, load_resolved(run_dir), None, export)
+    found, words = [], [sys.executable, "-c", f"{code_of_card(export)}\n{_SHOWN}"]
+    for path in ("", str(packages)):
+        env = {**os.environ, "PYTHONPATH": path}
+        out = subprocess.check_output(words, cwd=export, env=env, timeout=DEADLINE_S)
+        found.append(json.loads(out.splitlines()[-1]))
+    (pinned, ids, ours), (newest, others_ids, theirs) = found
+    apart = float((torch.tensor(ours) - torch.tensor(theirs)).abs().max())
+    assert ids == others_ids and apart < 1e-4, found
+    return {"newest": newest, "pinned": pinned, "tokens": len(ids[0]), "logits_apart": apart}
 
 
 def byte_model(folder: Path) -> Path:

@@ -69,6 +69,7 @@ def test_the_report_and_the_commands_of_the_page_have_its_figures(finished):
     summary = json.loads((finished.dir / "summary.json").read_text())
     assert summary["steps"] == STEPS
     assert 0.05 < summary["task_reward_first"] < 0.8
+    assert [each["version"] for each in summary["evaluations"]["held-out"]] == [0, STEPS]
     assert "Task reward" in (finished.dir / "report.html").read_text()
     assert "no rollout of step" not in finished._output.read_text()
     about = [line.split()[1:] for line in commands() if re.match("runspec .* sums( |$)", line)]

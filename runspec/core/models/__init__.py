@@ -5,6 +5,7 @@ Here is the shape of a decoder, read from a Hugging Face config.json.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -164,6 +165,22 @@ def _yarn(reader: _Reader) -> Yarn:
 
 
 CONFIG_NAME = "config.json"
+CLASS_NAME = "exact_tokenizer.py"
+"""Code beside a tokenizer that a run made; transformers runs it only by `trust_remote_code`."""
+_CLASS = (
+    "from transformers import PreTrainedTokenizerFast\n\n\n"
+    "class ExactTokenizer(PreTrainedTokenizerFast):\n"
+    '    """The tokenizer of tokenizer.json as it stands, for AutoTokenizer."""\n'
+)
+_REFERENCE = "exact_tokenizer.ExactTokenizer"
+# For some families, Qwen 2's among them, AutoTokenizer of transformers 5 takes the family's own
+# tokenizer instead of the class that is named here, unless `auto_map` names one.
+_CLASS_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "auto_map": {"AutoTokenizer": [_REFERENCE, _REFERENCE]},
+    "clean_up_tokenization_spaces": False,
+    "model_input_names": ["input_ids", "attention_mask"],  # decoders take no others
+}
 TOKENIZER_NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -174,7 +191,20 @@ TOKENIZER_NAMES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    CLASS_NAME,
 )
+
+
+def made_tokenizer_files(config: dict[str, Any]) -> dict[str, str]:
+    """Return the files beside the tokenizer.json that a run or command makes, by their names.
+
+    Args:
+        config: special tokens and chat template, as tokenizer_config.json names them.
+    """
+    whole = json.dumps({**_CLASS_CONFIG, **config}, indent=2) + "\n"
+    return {"tokenizer_config.json": whole, CLASS_NAME: _CLASS}
+
+
 MAX_BYTES = 1024 * 1024
 MAX_LAYERS = 4096
 SIZES = (

@@ -146,7 +146,7 @@ class FolderSource:
             "wall_s": seen.wall_s,
             **bytes_sent(self._run_dir),
             "published": seen.published,
-            "diagnosis": [*map(str, seen.causes)],
+            "diagnosis": [cause.line for cause in seen.causes],
             "conditions": [
                 [each.type, each.reason, each.message]
                 for each in seen.conditions.values()
@@ -269,7 +269,7 @@ class CoordinatorSource:
             "state": status["state"],
             "wall_s": time.time() - rows[0]["time"] if rows else 0.0,
             "published": status["newest_version"],
-            "diagnosis": [*map(str, diagnose(self.spec, rows, dropped))],
+            "diagnosis": [each.line for each in diagnose(self.spec, rows, dropped)],
             **{key: status[key] for key in OF_COORDINATOR},
             "servers": broadcast_tree(self.spec),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import textwrap
 from pathlib import Path
 
 from bridge.conversion import import_model
@@ -43,6 +44,13 @@ def publish_run(folder: Path, versions: int, **model: bool) -> Path:
         (checkpoint / "probe.json").write_bytes((source / "probe.json").read_bytes())
     Publisher(run_dir, spec, logging.getLogger("test")).publish_new()
     return run_dir
+
+
+def code_of_card(export: Path) -> str:
+    """The lines of an export's model card that load the model and ask it."""
+    usage, _, _ = (export / "README.md").read_text().partition("## Recipe")
+    lines = [line for line in usage.splitlines() if line.startswith("    ")]
+    return textwrap.dedent("\n".join(lines))
 
 
 def first_versions(run_dir: Path, runs_dir: Path, versions: int) -> Path:

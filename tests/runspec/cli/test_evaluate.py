@@ -20,11 +20,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from runspec.cli.evaluate import (
-    LOG_NAME,
+from runspec.cli.evaluate import LOG_NAME, run_tool
+from runspec.cli.evaluation_suites import ROWS as ROWS_NAME
+from runspec.cli.evaluation_suites import (
     bare_spec,
     named_suite,
-    run_tool,
+    rows_suite,
     shipped_names,
     suite_spec,
 )
@@ -35,7 +36,10 @@ from runspec.core.schema import RunSpec, Source
 from runspec.local.backend import StopSignals
 from sampler.tasks.graders import Graders
 from sampler.tasks.interfaces import Answer, ProblemSource, make_source
+from sampler.tasks.traces import build_warm_start_data
+from tests import harness
 from tests.runspec.cli.in_process import runspec
+from tests.runspec.local.fake_run import small_spec
 from tests.sampler.tasks.grading.plugin import reward
 from tests.sampler.tasks.row_files import KeepAll, write_jsonl
 
@@ -157,6 +161,49 @@ def test_a_suite_whose_problems_are_missing_is_named(tmp_path):
         named_suite("gsm8k", broken, tmp_path)
 
 
+OWN = {"name": "own", "kind": "parquet", "uri": "x", "params": {"prompt": "q", "split": "train"}}
+
+
+@pytest.mark.parametrize(
+    ("sources", "reward", "column"),
+    [
+        ([], [], "prompt"),  # a model that no run made
+        ([{"name": "made", "kind": "reasoning_gym"}], ["reasoning_gym"], "prompt"),
+        ([OWN], ["math"], "q"),  # the columns of the run's own rows
+    ],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_without_a_suite_are_asked_in_the_form_of_the_run(
+    tmp_path, sources, reward, column, suffix
+):
+    row = {"problem_id": "a", "task_type": "math", column: "1+1?"}
+    rows = [{**row, "verification_info": json.dumps({"ground_truth": "2"})}]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), data := tmp_path / "rows.parquet")
+    base = bare_spec(tmp_path, 512)
+    base["data"]["sources"] = sources
+    base["reward"] = [{"name": kind, "kind": kind} for kind in reward]
+    spec = suite_spec(base, rows_suite(base, data, tmp_path), (), tmp_path)
+    [source] = [each for each in spec.data.sources if each.name == ROWS_NAME]
+    assert (source.train, spec.evaluations[-1].source) == (False, ROWS_NAME)
+    assert make_source(source, 1, KeepAll()).problem(0).prompt == "1+1?"
+    assert "math" in {term.kind for term in spec.reward}
+
+
+def test_a_wrong_row_is_named_by_its_file_and_line_before_a_model_is_loaded(tmp_path):
+    # given the tokenizer of a model whose weights are not here, and a row without an answer
+    build_warm_start_data(small_spec()).write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(named_model("Qwen/Qwen3-4B")))
+    row = {"problem_id": "a", "task_type": "math", "prompt": "1+1?"}
+    right = {**row, "verification_info": {"ground_truth": "2"}}
+    write_jsonl(tmp_path / "rows.jsonl", [right, {**row, "problem_id": "b"}])
+    done = harness.runspec("evaluate", str(tmp_path), "--data", str(tmp_path / "rows.jsonl"))
+    assert done.returncode == 1
+    assert "error: rows.jsonl:2: verification_info is missing" in done.stderr
+    assert "runspec-evaluate-" not in done.stderr and "waits for vLLM" not in done.stderr
+
+
 WITH = ("nothing", "--with", "lm-eval")
 
 
@@ -164,7 +211,10 @@ WITH = ("nothing", "--with", "lm-eval")
     ("words", "code", "message"),
     [
         (("MODEL", "--suite", "SUITE", "--set", "evaluations.all.source=x"), 1, "no source x"),
-        (("MODEL",), 1, "no evaluation"),
+        (("MODEL",), 1, "ask rows with --data ROWS.jsonl"),
+        (("MODEL", "--data", "no.jsonl"), 2, "there is no no.jsonl"),
+        (("MODEL", "--suite", "rows.jsonl"), 2, "remedy: --data rows.jsonl without --suite"),
+        (("MODEL", "--suite", "EMPTY"), 1, "empty.yaml:1:1: error missing-key: reward"),
         (("nothing@1", "--suite", "SUITE"), 1, "no run 'nothing'"),
         (("nothing@new", "--suite", "SUITE"), 2, "no version: 'new'"),
         (("nothing", "--with", "nothing"), 2, "no adapter 'nothing'"),
@@ -181,7 +231,9 @@ def test_what_is_wrong_is_named_before_anything_starts(tmp_path, words, code, me
     suite += "reward: [{name: math, kind: math}]\nevaluations: [{name: all, source: rows}]\n"
     (tmp_path / "suite.yaml").write_text(suite)
     (tmp_path / "config.json").write_text(json.dumps(named_model("Qwen/Qwen3-4B")))
-    places = {"MODEL": str(tmp_path), "SUITE": str(tmp_path / "suite.yaml")}
+    (tmp_path / "empty.yaml").write_text("evaluations: [{name: all}]\n")
+    places = {name.upper(): str(tmp_path / f"{name}.yaml") for name in ("suite", "empty")}
+    places["MODEL"] = str(tmp_path)
     runs_dir = () if "--" in words else ("--runs-dir", tmp_path)
     done = runspec("evaluate", *(places.get(word, word) for word in words), *runs_dir)
     assert message in done.stderr and "Traceback" not in done.stderr

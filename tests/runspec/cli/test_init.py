@@ -90,6 +90,10 @@ def test_what_it_writes_is_clean_has_a_plan_and_starts_here(tmp_path, template, 
     assert runspec("plan", spec, "--runs-dir", tmp_path).returncode == 0
     found = missing(sound_spec(SpecFiles(spec)), tmp_path / "runs", look())
     assert (found == []) == (template in ANYWHERE), found
+    # and a file of problems of one's own has a part that is asked but not trained on
+    if template in ("problems", "model"):
+        made = spec_of(folder)
+        assert made.holds_out and [each.source for each in made.evaluations] == [None]
 
 
 def test_eight_gpus_are_divided_among_the_roles(tmp_path, monkeypatch, model):

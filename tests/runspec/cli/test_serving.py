@@ -21,6 +21,7 @@ import httpx
 import psutil
 import pytest
 
+from runspec.cli.evaluation_suites import ROWS
 from runspec.cli.follow import serve_command
 from runspec.cli.serve import HOST, await_server
 from runspec.core.run_files import weights_folder
@@ -195,6 +196,18 @@ def test_a_suite_is_asked_of_any_model(tmp_path, forked):
     assert set(found["figures"]) == {"mean", "pass-2", "majority", "length"}
     # and what is trained on is named
     assert found["overlap"] == [{"problem_id": "asked-1", "exact": True, "trained": "trained-0"}]
+    assert "waits for vLLM to load" in forked.read_text()
+    # and rows alone are asked, too; where no answer is right, three are shown with the reason
+    short = ("--set", f"evaluations.{ROWS}.max_new_tokens=8")
+    done = runspec("evaluate", weights, "--data", tmp_path / "asked.jsonl", *short)
+    assert done.returncode == 0, forked.read_text()
+    assert f"source {ROWS}: 3 to ask" in forked.read_text()
+    assert "to train on" not in forked.read_text().rpartition(f"source {ROWS}")[2]
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"{ROWS}: 3 problems, 0 without a grade"
+    shown = [line for line in lines if line.startswith("  asked-")]
+    why = "no </think> with an answer and the end token after it"
+    assert shown == [f"  asked-{i}: reward 0, {why}" for i in range(3)]
 
 
 def ask(url: str, stop: threading.Event, answers: list[dict[str, Any]]) -> None:

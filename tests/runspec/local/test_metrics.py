@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from runspec.cli.apply import LiveView
+from runspec.cli.apply import LiveView, show_result
 from runspec.cli.runs import wait_command
 from runspec.cli.status import describe_command, read_status, status_command, step_line
 from runspec.core.errors import UserError
@@ -26,7 +27,7 @@ from runspec.local.state import RunState
 from tests.runspec.local.dashboard.made_run import report
 from tests.runspec.local.fake_run import ZERO, island_run, small_spec, store
 from tests.runspec.supervised import supervised_spec
-from verify.formats.documents import read_evaluations
+from verify.formats.documents import Evaluated, Figure, read_evaluations
 
 
 def test_each_whole_line_is_read_once_and_a_cut_file_anew(tmp_path: Path) -> None:
@@ -162,6 +163,79 @@ def test_no_cause_is_named_too_early_or_of_a_run_that_learns() -> None:
         assert is_learning(rows) == (names(rows) == []) == learning
 
 
+def result_of(version: int, high: float, evaluation: str = "held-out") -> Evaluated:
+    figures = {"mean": Figure(high - 0.08, high - 0.16, high)}
+    return replace(ZERO, version=version, figures=figures, evaluation=evaluation)
+
+
+LEARNED = [still(step, task_reward=min(0.86, 0.25 + 0.02 * step)) for step in range(3 * NEWEST)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "results", "warned"),
+    [
+        (LEARNED, [result_of(0, 0.32), result_of(60, 0.36)], True),
+        (LEARNED, [result_of(40, 0.36), result_of(60, 0.84)], False),  # the newest counts
+        (LEARNED, [result_of(60, 0.84)], False),  # the interval reaches the training's reward
+        (LEARNED, [result_of(60, 0.36, "others")], False),  # problems of another kind
+        (LEARNED, [result_of(10, 0.1)], False),  # after too few steps
+        ([still(step) for step in range(3 * NEWEST)], [result_of(60, 0.2)], False),  # no rise
+    ],
+)
+def test_a_run_that_leaves_its_held_out_problems_behind_is_warned_of(
+    rows: Any, results: Any, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given evaluations of problems that training holds out, and of a source of its own
+    values = ("evaluations.held-out.every=10", "evaluations.others.source=asked")
+    values += ("data.sources.asked.kind=jsonl", "data.sources.asked.uri=x.jsonl")
+    spec = small_spec("small", 99, *values, "data.sources.asked.train=false")
+    run_dir = write_run(tmp_path, spec, rows)
+    store(run_dir, *results)
+    # when somebody looks at it, then a line says so, with figures and fields, or none does
+    status_command(spec.name, runs_dir=tmp_path)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "Generalise" in line]
+    expected = (
+        "warning: DoesNotGeneralise: held-out of version 60 has a task reward of 0.28 (0.2 to "
+        "0.36), the steps before it had 0.86: more problems generalise, fewer steps keep what "
+        "there is (look at data.sources.spell_backward, steps, optimizer.lr)"
+    )
+    assert lines == [expected] * warned
+    assert len(read_status(run_dir)["diagnosis"]) == warned
+
+
+@pytest.mark.parametrize("error", [None, 2.5])
+def test_a_figure_that_a_run_does_not_have_is_not_shown(
+    error: float | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given a run with target lengths or without
+    rows = [{**still(step), "length_error": error} for step in range(3)]
+    run_dir = write_run(tmp_path, small_spec("small", 9), rows)
+    write_summary(run_dir, 95.0, print)
+    # when its status, its description, its last table and its live table are printed
+    status_command(run_dir.name, runs_dir=tmp_path)
+    describe_command(run_dir.name, runs_dir=tmp_path)
+    show_result(run_dir)
+    shown = (capsys.readouterr().out + panel_of(rows)).lower()
+    # then each has the length error, or none
+    assert shown.count("length error") == (4 if error else 0)
+
+
+def panel_of(rows: list[dict[str, Any]]) -> str:
+    """What `apply` draws of a run of 9 steps."""
+    shown = list[Any]()
+
+    class Screen:
+        console = Console(width=120)
+
+        def update(self, group: Any, *, refresh: bool) -> None:
+            shown.append(group)
+
+    LiveView("reads", 9, Screen()).show(rows, [], "")  # type: ignore[arg-type]
+    with Screen.console.capture() as panel:
+        Screen.console.print(shown[0])
+    return panel.get()
+
+
 def learner_row(step: int) -> dict[str, Any]:
     """A line of a learner on documents; held-out loss is measured every five steps."""
     measured = step % 5 == 4
@@ -199,6 +273,10 @@ def test_status_and_report_of_a_run_on_documents(
     line = "step 12/25  loss 2  held out 2.3 (1.3 bits a byte)  1,234 tok/s  MFU 41 %"
     assert f"{line}  waited for input 10 %\nversion 10 is published\n" in out
     assert "invite" not in out and "task reward" not in out
+    describe_command(run_dir.name, runs_dir=tmp_path)
+    described = capsys.readouterr().out
+    assert "held out nll:" in described and "NothingSolved" not in described
+    assert not re.search("task reward|rollout|length error|lag", described)
     # and version 10 is the newest that is due before step 20, and nobody is asked to join
     status = read_status(run_dir)
     conditions_found = {each["type"]: each["status"] for each in status["conditions"]}
@@ -265,19 +343,9 @@ def test_status_panel_and_report_say_who_was_dropped_and_what_the_exchange_cost(
     status_command("reads", runs_dir=islands.parent)
     status = capsys.readouterr().out
     describe_command("reads", islands.parent)
-    described, shown = capsys.readouterr().out, list[Any]()
-
-    class Screen:
-        console = Console(width=120)
-
-        def update(self, group: Any, *, refresh: bool) -> None:
-            shown.append(group)
-
-    LiveView("reads", 9, Screen()).show([DROPPED], [], "")  # type: ignore[arg-type]
-    with Screen.console.capture() as panel:
-        Screen.console.print(shown[0])
+    described, panel = capsys.readouterr().out, panel_of([DROPPED])
     for text in (f"c: {WHY}", "norm 3, cosine to the others' 0.5"):
-        assert all(text in each for each in (status, described, panel.get()))
+        assert all(text in each for each in (status, described, panel))
     for text in (
         "step 1, shares of a, b",
         "4 MB up to each island that fetches it, 4 MB down",

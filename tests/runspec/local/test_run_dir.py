@@ -15,16 +15,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bridge.__main__ import main as bridge
 from bridge.publisher import Publisher
+from learner_jax.leaves import load_params
+from learner_jax.model import bind
+from learner_jax.packing import Sample, pack
+from learner_jax.sharding import Execution, make_mesh
 from runspec.cli import app, exit_code_of
 from runspec.cli.runs import parse_awaited, why_never
 from runspec.core.errors import UserError
+from runspec.core.models.family import load_config
 from runspec.core.run_files import weights_folder
-from runspec.core.schema import Budget
+from runspec.core.schema import Budget, Mesh
+from runspec.core.schema.load import load_resolved
 from runspec.estimate.assumed import hourly_price
 from runspec.local import run_dir
 from runspec.local.backend import backend
@@ -32,8 +41,11 @@ from runspec.local.model_folders import export_version
 from runspec.local.progress import RoleError, last_error
 from runspec.local.run_view import Condition, RunView, budget_limits
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
+from sampler.tasks import traces
+from sampler.tasks.task_set import PromptCodec
 from tests.bridge.test_publisher import add_version
 from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
+from tests.runspec.cli.published import code_of_card, publish_run
 from tests.runspec.local.fake_run import ZERO, small_spec, store
 
 pytestmark = pytest.mark.slow
@@ -306,6 +318,46 @@ def test_an_export_is_what_was_published_and_its_card_says_how_to_check_it(
     assert "config.json is missing or not what was published" in capsys.readouterr().err
     assert bridge([*words[3:-1], "0" * 64]) == 1
     assert "cannot be believed" in capsys.readouterr().err
+
+
+OLD_CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", **traces.TOKENIZER_CONFIG}
+
+
+@pytest.mark.parametrize("made", ["today", "before"])
+def test_the_cards_snippet_gives_the_tokens_and_logits_of_the_run(
+    made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a version of a Qwen 2, for which AutoTokenizer has a tokenizer of its own; as it is made
+    # today, or was before the tokenizer's files said that it is none of Qwen's
+    if made == "before":
+        old = {"tokenizer_config.json": json.dumps(OLD_CONFIG)}
+        monkeypatch.setattr(traces, "made_tokenizer_files", lambda config: old)
+    run_dir, out = publish_run(tmp_path, 1), tmp_path / "exported"
+    spec = load_resolved(run_dir)
+    export_version(run_dir, spec, None, out)
+    # when the card's lines are run in its folder
+    assert ("AutoTokenizer" in code_of_card(out)) == (made == "today")
+    monkeypatch.chdir(out)
+    exec(code_of_card(out), found := dict[str, Any]())
+    # then the prompt is the run's, token by token, and so is text that goes back and forth
+    codec, words = PromptCodec.read(weights_folder(run_dir) / "v0", spec.data), "tom has 7 apples"
+    [ids] = found["ids"].tolist()
+    assert ids == codec.prompt_tokens("Your question", spec.reward[0].targets[0])
+    assert found["tokenizer"].encode(words) == codec.encode(words)
+    assert found["tokenizer"].decode(codec.encode(words)) == words
+    # and the logits are the learner's
+    with torch.no_grad():
+        theirs = found["model"](found["ids"]).logits[0]
+    config, mesh = load_config(out), make_mesh(Mesh())
+    policy = bind(config, load_params(out, config, mesh))
+    batch = pack([Sample(ids[:1], ids[1:])], tokens=64, rows=1).token_batch(0)
+    execution = Execution(jnp.dtype("float32"), mesh=mesh)
+    hidden = policy(batch.tokens, batch.segment_ids, batch.positions, execution)
+    ours = np.asarray(hidden @ policy.head_weight())[0, : len(ids)]
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    if made == "today":  # with the folder's own code, too
+        own = AutoTokenizer.from_pretrained(out, trust_remote_code=True)
+        assert type(own).__name__ == "ExactTokenizer" and own.decode(own.encode(words)) == words
 
 
 def test_what_is_damaged_or_not_there_is_not_exported(published: Run, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ function drawOverview() {
   const head = run.head, parts = [];
   if (!head) return $("overview").replaceChildren(el("p", {}, "The run is being read."));
   if (head.reason) parts.push(el("p", { className: "bad" }, head.reason));
-  for (const line of head.diagnosis) parts.push(el("p", { className: "warn" }, `does not learn: ${line}`));
+  for (const line of head.diagnosis) parts.push(el("p", { className: "warn" }, line));
   if (head.work) parts.push(el("p", {}, head.work));
   for (const line of head.evaluations) parts.push(el("p", {}, line));
   if (head.ends.length)
