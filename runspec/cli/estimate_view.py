@@ -55,7 +55,11 @@ def show_estimate(estimate: RunEstimate, console: Console) -> None:
             _say(console, _KNOWN_BY.get(field, field))
     if (cost := estimate.cost) is not None:
         whole = "" if cost.run is None else f", {cost.run:,.0f} for the run"
-        _title(console, "Cost", f"{cost.per_hour:,.2f} an hour{whole}")
+        _title(
+            console,
+            "Cost",
+            f"{cost.per_hour:,.2f} an hour{whole}, in the currency of price_per_hour",
+        )
         table = _table("role", ">an hour")
         for role, price in cost.by_role.items():
             table.add_row("", role, f"{price:,.2f}")
@@ -196,8 +200,7 @@ def _broadcast(estimate: RunEstimate, console: Console) -> None:
         )
         _say(console, note)
     table = _table("path", ">rate", ">time", "limited by")
-    for folding in (table.columns[1], table.columns[-1]):
-        folding.no_wrap, folding.overflow = False, "fold"
+    table.columns[1].no_wrap, table.columns[1].overflow = False, "fold"
     for path, arrival in _same_paths(estimate.arrivals):
         rate = _amount(8 * arrival.rate, "bits/s")
         table.add_row("", path, rate, _time(arrival.seconds), arrival.limit)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -115,31 +114,31 @@ def training_figures(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def _show(seen: RunView) -> None:
-    console = Console(markup=False, highlight=False)
-    print(headline(seen))
+    console = options.console()
+    console.print(headline(seen))
     if seen.held_by:
-        print(f"held by {seen.held_by}")
+        console.print(f"held by {seen.held_by}")
         show_link(seen.directory, seen.spec)
     if seen.rows:
         left = left_text(seen.rows, seen.spec.steps) if seen.alive else ""
-        print(step_line(seen.rows, seen.spec.steps), f"  {left}" if left else "", sep="")
+        console.print(step_line(seen.rows, seen.spec.steps) + (f"  {left}" if left else ""))
         if seen.spec.supervised is not None and seen.published is not None:
-            print(f"version {seen.published} is published")
+            console.print(f"version {seen.published} is published")
         if waited := latency_line(seen.newest):
-            print(waited)
+            console.print(waited)
         for name, text in metrics.island_pairs(seen.newest):
-            print(f"{name}: {text}")
+            console.print(f"{name}: {text}")
     for name, result in newest(seen.results).items():
-        print(f"{name}, {result_line(result)}")
+        console.print(f"{name}, {result_line(result)}")
     if missing := _missing_islands(seen):
-        print(f"waits {missing}")
+        console.print(f"waits {missing}")
     for cause in seen.causes:
-        print(f"does not learn: {cause}")
+        console.print(f"does not learn: {cause}")
     holding = [each for each in seen.conditions.values() if each.status != "False"]
     console.print(condition_table(holding))
     console.print(role_table(seen.roles, seen.stages))
     for event in seen.events:
-        print(event)
+        console.print(str(event))
 
 
 def show_link(run_dir: Path, spec: RunSpec) -> None:
@@ -246,7 +245,7 @@ def describe_command(run: options.Run, runs_dir: options.RunsDir = options.RUNS)
     seen = look_at(find_run(run, runs_dir), events=None)
     with closing(RunState(seen.directory)) as state:
         applied, sessions = state.applied(), state.sessions()
-    console = Console(markup=False, highlight=False)
+    console = options.console()
     print(headline(seen))
     show_link(seen.directory, seen.spec)
     started = f", first {clock(seen.run.started)}" if seen.run else ""

@@ -31,7 +31,7 @@ from runspec.local.state import RoleRow, RunState
 from sampler.tasks.traces import build_warm_start_data
 from tests.harness import ROOT, TARGET_SHORT
 from tests.runspec.cli.in_process import runspec
-from tests.runspec.local.fake_run import prepared, small_spec
+from tests.runspec.local.fake_run import ZERO, prepared, small_spec, store
 from tests.sampler.engine.models import save_version
 from tests.waiting import eventually
 
@@ -157,6 +157,30 @@ def test_a_finished_run_says_so_to_everyone(finished):
     for command, words in (("resume", "is finished: all 5 steps"), ("pause", "alive: finished")):
         done = of(finished, command)
         assert done.returncode == 0 and words in done.stdout
+
+
+def test_a_folder_of_runs_is_a_table_with_a_damaged_run_as_a_row_and_a_page(finished, tmp_path):
+    # given a finished run that was evaluated, a damaged one, and a folder that is no run
+    shutil.copytree(finished / "small", tmp_path / "small")
+    store(tmp_path / "small", ZERO)
+    write_atomic(tmp_path / "broken" / "spec.json", b"{}")
+    (tmp_path / "notes").mkdir()
+    # when they are listed, then the figures are there and the damaged file is named
+    found = json.loads(runspec("list", "--runs-dir", tmp_path, "--json").stdout)
+    assert [(row["run"], row["state"]) for row in found] == [
+        ("small", "finished"),
+        ("broken", "damaged"),
+    ]
+    assert {"step": 5, "steps": 5, "held_out": 0.25, "error": None}.items() <= found[0].items()
+    head, small, broken, error, *_ = runspec("list", tmp_path).stdout.splitlines()
+    assert head.split()[:2] == ["run", "state"] and max(map(len, (head, small, broken))) <= 80
+    assert small.split()[:3] == ["small", "finished", "5/5"] and "0.25" in small
+    assert error.startswith(f"broken: {tmp_path / 'broken' / 'spec.json'}: ")
+    # and the page of the folder has those that can be read
+    page = tmp_path / "page.html"
+    assert runspec("dashboard", tmp_path, "--export", page).stdout == f"{page}: small\n"
+    for words in (("list", tmp_path / "none"), ("dashboard", tmp_path / "notes")):
+        assert runspec(*words).returncode == 1
 
 
 def test_events_and_logs_are_followed_as_they_come(finished, monkeypatch):

@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from runspec.cli.machines import Progress, progress_line
-from runspec.cli.workers import worker_rows, worker_table
+from runspec.cli.workers import show_workers, worker_rows
 from runspec.core.address import JoinLink, parse_join_link, reachable
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
@@ -235,12 +234,16 @@ def test_a_run_never_started_has_no_workers_and_a_damaged_ledger_is_named(tmp_pa
     assert "it cannot be replayed: steps close in order" in done.stderr
 
 
-def test_workers_are_listed_by_credit_and_reasons_cannot_move_the_cursor(capsys):
+def test_workers_are_listed_by_credit_and_reasons_cannot_move_the_cursor(capsys, monkeypatch):
     worker = dict.fromkeys(("accepted_submissions", "rejected_submissions", "withheld_leases"), 1)
     worker |= {"pool": "near", "standing": "quarantined", "reputation": 0.5, "prefill_share": 1.0}
     worker |= {"alive": True, "reason": "format: \x1b[2J"}
     found = worker_rows([{**worker, "key": 64 * k, "accepted_tokens": int(k)} for k in "57"], [])
     assert [row["credits"] for row in found] == [7, 5]
-    Console(width=200).print(worker_table(found))
+    # and at 80 columns no word is cut
+    monkeypatch.setenv("COLUMNS", "80")
+    show_workers(found)
     out = capsys.readouterr().out
+    assert {"standing", "recomputed", "credits", "accepted,", "withheld"} < {*out.split()}
+    assert "55555555  near  quarantined 0.50  100%" in out and "1, 1, 1" in out
     assert "format: ?[2J" in out and "\x1b" not in out
