@@ -36,7 +36,7 @@ from runspec.local.model_folders import trained_model
 from runspec.local.planning import RunPlan
 from runspec.local.prepare import NotReady, prepare_run, require_ready
 from runspec.local.processes import PreparedRun
-from runspec.local.run_dir import RunLocked, run_directory, sign_lock
+from runspec.local.run_dir import RUNS, RunLocked, run_directory, sign_lock
 from runspec.local.state import RoleRow, RunState
 from runspec.local.supervisor import CHANGE, change_request, send_request
 from runspec.plan import BadPlan, SavedPlan, read_plan
@@ -188,9 +188,14 @@ def show_result(run_dir: Path) -> None:
     newest = read_rows(run_dir)[-1:]
     if newest and (unsolved := unsolved_text(newest[0])):
         print(unsolved)
-    print(f"Report: {run_dir / REPORT_FILE}   logs: {run_dir / 'logs'}")
-    for line in trained_model(run_dir, load_resolved(run_dir)):
+    lines = trained_model(run_dir, load_resolved(run_dir))
+    for line in lines:
         print(f"Trained model: {line}" if line.startswith("version") else f"  {line}")
+    print(f"Report: {run_dir / REPORT_FILE}   logs: {run_dir / 'logs'}")
+    if lines:
+        run = run_dir.name if run_dir == (RUNS / run_dir.name).absolute() else str(run_dir)
+        print(f"Talk to it: {shlex.join(['runspec', 'chat', run])}")
+        print(f"Export it: {shlex.join(['runspec', 'export', run, f'{run_dir.name}-model'])}")
 
 
 def show_missing(error: NotReady, files: SpecFiles | None) -> None:

@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 from rich.table import Table
@@ -18,6 +19,7 @@ from rich.text import Text
 from broadcast.layout import manifest_name
 from broadcast.manifest import MAX_BYTES
 from runspec.cli import options
+from runspec.core.address import is_loopback
 from runspec.core.canonical import digest_bytes
 from runspec.core.files import read_bounded
 from runspec.core.schema import RunSpec
@@ -142,16 +144,16 @@ def _show(seen: RunView) -> None:
 
 
 def show_link(run_dir: Path, spec: RunSpec) -> None:
-    """How others join a run whose keys are made."""
-    if not spec.samplers:
+    """Print how strangers join a run, where they may and can: not at an address of this machine."""
+    if all(pool.trust == "trusted" for pool in spec.samplers):
         return
-    if link := run_link(run_dir, spec):
-        if all(pool.trust == "trusted" for pool in spec.samplers):
-            print(f"invite others with: runspec invite {run_dir} --pool POOL (all are trusted)")
-        elif spec.verify.admission == "invite":
-            print(f"invite others with: runspec invite {run_dir}")
-        else:
-            print(f"join with: runspec join '{link}' --key FILE")
+    link = run_link(run_dir, spec)
+    if link is None or is_loopback(urlsplit(link.coordinator).hostname or ""):
+        return
+    if spec.verify.admission == "invite":
+        print(f"invite others with: runspec invite {run_dir}")
+    else:
+        print(f"join with: runspec join '{link}' --key FILE")
 
 
 def headline(seen: RunView) -> str:
@@ -175,6 +177,7 @@ _COLOURS = {
     "failed": "red",
     "finished": "blue",
     "waiting": "bright_black",
+    "stopped": "bright_black",
     "ended": "bright_black",
 }
 

@@ -266,7 +266,7 @@ def _unsupervised(role: RoleRow) -> RoleRow:
     """A role whose supervisor is gone, which may have died before it recorded the role's end."""
     if role.pid and birth(role.pid) == role.born:
         return role
-    at_rest = role.state in ("waiting", "finished", "failed")
+    at_rest = role.state in ("waiting", "stopped", "finished", "failed")
     return replace(role, state=role.state if at_rest else "ended", pid=None)
 
 

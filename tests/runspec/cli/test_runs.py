@@ -98,11 +98,13 @@ def test_a_run_that_trains_is_waited_for_described_and_paused(tmp_path):
         for words in (("resume",), ("rollback", "--to", "0", "--yes"), ("delete", "--yes")):
             refused = of(tmp_path, *words)
             assert refused.returncode == 5 and "the run is alive" in refused.stderr
+            assert f"`runspec pause {tmp_path / 'small'}`" in refused.stderr
         # when it is paused, then every role has ended in order and the state says so
         assert of(tmp_path, "pause").returncode == 0
         supervisor.communicate()
     seen = status(tmp_path)
     assert (seen["state"], seen["held_by"]) == ("paused", None)
+    assert {role["state"] for role in seen["roles"].values()} == {"stopped"}
     conditions = {each["type"]: each["status"] for each in seen["conditions"]}
     assert (conditions["Paused"], conditions["Alive"]) == ("True", "False")
     with closing(RunState(tmp_path / "small")) as state:
@@ -283,6 +285,13 @@ def test_the_end_of_a_run_names_the_model_and_what_is_missing(trained):
     (folder / "tokenizer.json").unlink()
     (folder / "model.safetensors").write_bytes(b"cut off")
     said = of(trained, "resume").stdout.partition("Trained model: ")[2].splitlines()
+    # and the last three lines name the page, how to talk to it, and how to export it
+    run = trained / "small"
+    assert said[-3].startswith(f"Report: {run / 'report.html'}")
+    assert said[-2:] == [
+        f"Talk to it: runspec chat {run}",
+        f"Export it: runspec export {run} small-model",
+    ]
     assert said[0].startswith("version 5")
     assert said[1].startswith(f"  it is damaged: {folder / 'model.safetensors'}")
     assert said[2] == "  it has no tokenizer.json"

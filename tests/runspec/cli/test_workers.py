@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from runspec.cli.machines import Progress, progress_line
+from runspec.cli.status import show_link
 from runspec.cli.workers import show_workers, worker_rows
 from runspec.core.address import JoinLink, parse_join_link, reachable
 from runspec.core.errors import UserError
@@ -232,6 +233,24 @@ def test_a_run_never_started_has_no_workers_and_a_damaged_ledger_is_named(tmp_pa
         ledger.append([StepClosed(0.0, 3, (), "{}")])
     done = runspec("workers", tmp_path)
     assert "it cannot be replayed: steps close in order" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("url", "trust", "shown"),
+    [
+        ("https://run.example.org", "untrusted", True), ("http://10.0.0.7:8000", "trusted", False),
+        ("http://127.0.0.1:8000", "untrusted", False), ("http://[::1]:80", "untrusted", False),
+    ],
+)  # fmt: skip
+def test_a_join_link_is_printed_where_strangers_can_and_may_use_it(
+    tmp_path, monkeypatch, capsys, url, trust, shown
+):
+    spec = tiny_spec()
+    pools = [pool.model_copy(update={"trust": trust}) for pool in spec.samplers]
+    link = JoinLink(url, spec.name, "0" * 64)
+    monkeypatch.setattr("runspec.cli.status.run_link", lambda run_dir, spec: link)
+    show_link(tmp_path, spec.model_copy(update={"samplers": pools}))
+    assert ("join with" in capsys.readouterr().out) == shown
 
 
 def test_workers_are_listed_by_credit_and_reasons_cannot_move_the_cursor(capsys, monkeypatch):
