@@ -22,7 +22,7 @@ from rich.text import Text
 from runspec.cli import exit_code_of, options
 from runspec.cli.checks import sound_spec
 from runspec.cli.status import left_text, role_table, show_link, step_line
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, remedies_once
 from runspec.core.files import FULL
 from runspec.core.schema.load import MAX_BYTES, SpecFiles, load_resolved, parse_resolved
 from runspec.local import metrics, planning
@@ -205,8 +205,9 @@ def show_missing(error: NotReady, files: SpecFiles | None) -> None:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for item in error.lacking:
-        remedy = f"\n{item.remedy}" if item.remedy else ""
+    remedies = remedies_once([item.remedy for item in error.lacking])
+    for item, words in zip(error.lacking, remedies, strict=True):
+        remedy = f"\n{words}" if words else ""
         table.add_row(Text(item.path, style="cyan"), Text(item.thing) + Text(remedy, style="dim"))
     console.print(table)
     if files is None or files.profile is not None:

@@ -26,7 +26,7 @@ from runspec.cli import options
 from runspec.cli.checks import located, sound_spec
 from runspec.cli.estimate_view import show_estimate
 from runspec.core.canonical import digest_bytes
-from runspec.core.errors import UserError, bad_usage
+from runspec.core.errors import UserError, bad_usage, remedies_once
 from runspec.core.models import ModelConfig
 from runspec.core.models.family import model_config
 from runspec.core.schema import RunSpec
@@ -125,8 +125,9 @@ def plan_command(
             console.print(line, markup=False, soft_wrap=whole or command)
         if plan.lacking:  # which may not matter: the spec may well be for another machine
             console.print("\nThis machine lacks:")
-        for item in plan.lacking:
-            remedy = f" ({item.remedy})" if item.remedy else ""
+        remedies = remedies_once([item.remedy for item in plan.lacking])
+        for item, words in zip(plan.lacking, remedies, strict=True):
+            remedy = f" ({words})" if words else ""
             console.print(f"  {item.path}: {item.thing}{remedy}", markup=False, soft_wrap=whole)
     if compiled is not None and compiled.fits is False:
         raise does_not_fit(compiled)

@@ -320,7 +320,7 @@ def test_only_islands_may_ask_and_each_for_itself(patient: Site) -> None:
         # and a client believes the pinned root alone
         commit(patient, 0)
         patient.root = SigningKey.generate()
-        with pytest.raises(UserError, match="cannot be verified"):
+        with pytest.raises(UserError, match="this run has a new root"):
             island(patient, "a").record(0, 0.0)
     with pytest.raises(UserError, match="cannot be reached"):
         island(patient, "a", deadline_s=0.1).record(0, 0.0)
