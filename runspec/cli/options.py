@@ -41,7 +41,10 @@ def duration(value: str | float) -> float:
     """Seconds of a text such as 30s or 7d, or of a default."""
     from runspec.core.schema.fields import DURATION
 
-    return value if isinstance(value, float) else DURATION.parse(value)
+    try:
+        return value if isinstance(value, float) else DURATION.parse(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def files_named(

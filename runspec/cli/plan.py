@@ -121,8 +121,8 @@ def plan_command(
         console.print("\nWhere it runs")
         whole = not console.is_terminal
         for line in where_lines(spec, groups, files):
-            command = line.lstrip().startswith("runspec ")
-            console.print(line, markup=False, soft_wrap=whole or command)
+            to_copy = line.lstrip().startswith("runspec ")
+            console.print(line, markup=False, soft_wrap=whole or to_copy)
         if plan.lacking:  # which may not matter: the spec may well be for another machine
             console.print("\nThis machine lacks:")
         remedies = remedies_once([item.remedy for item in plan.lacking])

@@ -291,6 +291,10 @@ def spec_digest(spec: RunSpec) -> str:
     return digest_bytes(dump_resolved(spec))
 
 
+_FAULTS = 3
+"""Faults of a resolved spec that a message names."""
+
+
 def parse_resolved(data: bytes, *, place: str) -> RunSpec:
     """Parse a resolved spec from bytes (a file, or a coordinator's answer).
 
@@ -299,9 +303,15 @@ def parse_resolved(data: bytes, *, place: str) -> RunSpec:
     """
     try:
         return RunSpec.model_validate(parse_object(data, max_bytes=MAX_BYTES))
-    except (ValueError, ValidationError) as error:
+    except ValueError as error:
+        words = str(error)
+        if isinstance(error, ValidationError):
+            words = "; ".join(
+                f"{'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}"
+                for each in error.errors(include_url=False)[:_FAULTS]
+            )
         raise UserError(
-            f"not a resolved run spec: {error}", place=place, remedy="make it with `runspec apply`"
+            f"not a resolved run spec: {words}", place=place, remedy="make it with `runspec apply`"
         ) from error
 
 

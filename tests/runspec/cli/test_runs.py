@@ -155,6 +155,8 @@ def test_a_finished_run_says_so_to_everyone(finished):
     for awaited, why in (("Ready", "the run is finished"), ("step=6", "the run has 5 steps")):
         never = of(finished, "wait", "--for", awaited)
         assert never.returncode == 1 and why in never.stderr
+    never = of(finished, "wait", "--for", "Ready", "--timeout", "soon")
+    assert never.returncode == 2 and "'--timeout': a duration with a unit was" in never.stderr
     # and whoever would go on or stop it
     for command, words in (("resume", "is finished: all 5 steps"), ("pause", "alive: finished")):
         done = of(finished, command)
@@ -177,7 +179,8 @@ def test_a_folder_of_runs_is_a_table_with_a_damaged_run_as_a_row_and_a_page(fini
     head, small, broken, error, *_ = runspec("list", tmp_path).stdout.splitlines()
     assert head.split()[:2] == ["run", "state"] and max(map(len, (head, small, broken))) <= 80
     assert small.split()[:3] == ["small", "finished", "5/5"] and "0.25" in small
-    assert error.startswith(f"broken: {tmp_path / 'broken' / 'spec.json'}: ")
+    place = tmp_path / "broken" / "spec.json"
+    assert error.startswith(f"broken: {place}: not a resolved run spec: version: Field required; ")
     # and the page of the folder has those that can be read
     page = tmp_path / "page.html"
     assert runspec("dashboard", tmp_path, "--export", page).stdout == f"{page}: small\n"
