@@ -53,32 +53,21 @@ def list_command(
     table = options.plain_table(
         *("run", "state", ">step", "newest", ">held out", ">up for", ">age")
     )
-    now = time.time()
     for row in rows:
-        name = "task" if row["loss"] is None else "loss"
-        value = row["task_reward"] if row["loss"] is None else row["loss"]
+        if row["step"] is None:
+            table.add_row(row["run"], row["state"])
+            continue
+        of = "task_reward" if row["loss"] is None else "loss"
         table.add_row(
-            row["run"],
-            row["state"],
-            "-" if row["step"] is None else f"{row['step']}/{row['steps']}",
-            "-" if value is None else f"{name} {number(value)}",
-            number(row["held_out"]),
-            "-" if row["up_s"] is None else duration(row["up_s"]),
-            "-" if row["started"] is None else _age(now - row["started"]),
+            *(row["run"], row["state"], f"{row['step']}/{row['steps']}"),
+            *(f"{of.partition('_')[0]} {number(row[of])}", number(row["held_out"])),
+            *(duration(row["up_s"]), duration(time.time() - (row["started"] or time.time()))),
         )
     options.console().print(table if rows else f"no run in {folder or runs_dir}")
     for row in rows:
         if row["error"]:
             print(f"{row['run']}: {row['error']}")
     return 0
-
-
-def _age(seconds: float) -> str:
-    """Like 3 days, 20 h or 45 min."""
-    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds // length:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
 
 
 def run_rows(folder: Path) -> list[dict[str, Any]]:
@@ -190,10 +179,9 @@ def dashboard_command(
 
 def _named(run: str, runs_dir: Path) -> list[str]:
     """Return the run, or the newest runs of the folder that it names."""
-    folder = Path(run)
-    if is_server_url(run) or (runs_dir / run / SPEC_FILE).exists() or not folder.is_dir():
-        return [run]
-    if any((folder / mark).exists() for mark in (SPEC_FILE, STATE_FILE, SITE_FILE)):
+    folder, marks = Path(run), (SPEC_FILE, STATE_FILE, SITE_FILE)
+    is_run = (runs_dir / run / SPEC_FILE).exists() or any((folder / m).exists() for m in marks)
+    if is_server_url(run) or is_run or not folder.is_dir():
         return [run]
     readable = [row["directory"] for row in run_rows(folder) if row["step"] is not None]
     if not readable:

@@ -11,10 +11,9 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
-from statistics import fmean
 from typing import Annotated, Any
 
 import typer
@@ -24,10 +23,9 @@ from rich.text import Text
 
 from runspec.cli import options
 from runspec.cli.checks import located, sound_spec
-from runspec.cli.estimate_view import show_estimate
+from runspec.cli.estimate_view import estimate_here, show_estimate
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError, bad_usage, remedies_once
-from runspec.core.models import ModelConfig
 from runspec.core.models.family import model_config
 from runspec.core.schema import RunSpec
 from runspec.core.schema.fields import CHANGE_CLASSES
@@ -42,12 +40,9 @@ from runspec.core.schema.load import (
     spec_digest,
 )
 from runspec.core.schema.role_names import island_names
-from runspec.core.schema.source_files import source_files
 from runspec.core.signed import BadSignature
-from runspec.estimate.assumed import with_cpu_speeds
 from runspec.local.backend import LOCAL
 from runspec.local.formatting import size
-from runspec.local.metrics import objects
 from runspec.local.planning import STARTS_ANEW, RunPlan, make_plan, takes_any_change
 from runspec.local.run_dir import run_directory
 from runspec.local.site import ANY_MACHINE, BUNDLES, TRUNK_GROUP, Disk, groups_of
@@ -65,7 +60,7 @@ from runspec.plan import (
     severest,
     shown,
 )
-from runspec.plan.estimate import RunEstimate, estimate_run
+from runspec.plan.estimate import RunEstimate
 
 EXIT_CHANGES = 6
 _MARKS = {"add": ("+", "green"), "change": ("~", "yellow"), "remove": ("-", "red")}
@@ -74,8 +69,6 @@ _GRADED = {
     "optional": "what follows </think>, or all of it without one,",
     "none": "all",
 }
-_PROMPT_BYTES = 1 << 20
-"""How much of a file of problems is read for the lengths of prompts."""
 SITE = PurePath("SITE")
 """Stands for the folder that `runspec prepare` is to make."""
 
@@ -137,57 +130,6 @@ def plan_command(
             command = shlex.join(["runspec", "apply", *options.words_of(SpecFiles(out), runs_dir)])
             print(f"\nSaved. To apply exactly this: {command}")
     return EXIT_CHANGES if exit_code and plan.changes else 0
-
-
-def estimate_here(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
-    """`estimate_run` with the prompts that this machine can read, and guesses for CPUs.
-
-    The source of such a figure is not the field of the spec, which gives none.
-    """
-    read = None if spec.supervised is not None else prompt_tokens(spec)
-    sources = dict[str, str]()
-    if read is not None and spec.estimate.mean_prompt_tokens is None:
-        tokens, sources["estimate.mean_prompt_tokens"] = read
-        told = spec.estimate.model_copy(update={"mean_prompt_tokens": tokens})
-        spec = spec.model_copy(update={"estimate": told})
-    if config is not None:
-        spec, guessed = with_cpu_speeds(spec, config)
-        sources |= {field: f"a guess for CPUs: set {field}" for field in guessed}
-    found = estimate_run(spec, config)
-    assumed = (
-        replace(each, source=sources.get(each.source, each.source)) for each in found.assumed
-    )
-    return replace(found, assumed=tuple(assumed))
-
-
-def prompt_tokens(spec: RunSpec) -> tuple[float, str] | None:
-    """Return about the mean prompt length of the first rows of JSON Lines, and what it is from.
-
-    A tokenizer made by the run writes about every character as a token, others about four
-    characters. Prompts over `data.max_prompt_tokens` are left out, as the run does. None where no
-    source has rows here.
-    """
-    characters = 1 if spec.model.shape is not None else 4
-    lengths, names = list[float](), list[str]()
-    for source in spec.data.sources:
-        column = {"gsm8k": "question", "jsonl": str(source.params.get("prompt", "prompt"))}
-        if source.kind not in column or not source.train:
-            continue
-        try:
-            path = next(iter(source_files(source).values()))
-            with path.open("rb") as file:
-                rows = objects(file.read(_PROMPT_BYTES))
-        except (UserError, OSError, StopIteration):
-            continue  # what is missing is said below the estimate
-        before = len(str(source.params.get("instruction", ""))) + len(spec.data.system_prompt or "")
-        prompts = (row.get(column[source.kind]) for row in rows)
-        found = [(before + len(text)) / characters for text in prompts if isinstance(text, str)]
-        if kept := [length for length in found if length <= spec.data.max_prompt_tokens]:
-            lengths, names = lengths + kept, [*names, source.name]
-    if not lengths:
-        return None
-    each = "one character" if characters == 1 else f"{characters} characters"
-    return fmean(lengths), f"{len(lengths):,} rows of {', '.join(names)}, {each} a token"
 
 
 def plan_json(

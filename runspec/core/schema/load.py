@@ -21,7 +21,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from runspec.core.canonical import canonical_json, digest_bytes, parse_object
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, one_line
 from runspec.core.files import expand_user, read_bounded
 from runspec.core.schema import CalibrationProfile, RunSpec, yaml_nodes
 from runspec.core.schema.findings import SET_FILE, Comment, Finding, Place, format_finding
@@ -291,10 +291,6 @@ def spec_digest(spec: RunSpec) -> str:
     return digest_bytes(dump_resolved(spec))
 
 
-_FAULTS = 3
-"""Faults of a resolved spec that a message names."""
-
-
 def parse_resolved(data: bytes, *, place: str) -> RunSpec:
     """Parse a resolved spec from bytes (a file, or a coordinator's answer).
 
@@ -308,10 +304,12 @@ def parse_resolved(data: bytes, *, place: str) -> RunSpec:
         if isinstance(error, ValidationError):
             words = "; ".join(
                 f"{'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}"
-                for each in error.errors(include_url=False)[:_FAULTS]
+                for each in error.errors(include_url=False)[:3]  # a few say enough
             )
         raise UserError(
-            f"not a resolved run spec: {words}", place=place, remedy="make it with `runspec apply`"
+            f"not a resolved run spec: {one_line(words, 400)}",
+            place=place,
+            remedy="make it with `runspec apply`",
         ) from error
 
 
