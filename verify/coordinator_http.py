@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -212,7 +212,18 @@ class CoordinatorHttp:
     def roles_document(self) -> bytes:
         """Return the run's roles.json, checked against the root key."""
         data = self.call("GET", "/v1/roles", max_bytes=MAX_ROLES_BYTES).content
-        roles = self.opened(data, open_roles, root_public_key=self._root_public_key, run=self._run)
+        try:
+            pinned = self._root_public_key
+            roles = self.opened(data, open_roles, root_public_key=pinned, run=self._run)
+        except UserError:
+            with suppress(MalformedJson, KeyError, BadSignature):
+                open_roles(data, root_public_key=None, run=self._run)
+                raise UserError(
+                    "signed under another root: this run has a new root, or another server answers",
+                    place=f"coordinator {self.url}",
+                    remedy="a rollback makes one: ask for the current link",
+                ) from None
+            raise
         self._roles = time.monotonic(), roles
         return data
 

@@ -52,6 +52,7 @@ _RUNS = {
     "plan.diff": "Shows how a spec differs from the run's own. Exits 0 without differences, 1 with "
     "some.",
     "apply.apply": "Starts a run, changes it, or goes on with it where it was interrupted.",
+    "dashboard.list": "Lists a folder's runs: state, step, reward or loss, held-out figure, age.",
     "status.status": "Says how far a run is, and what each of its roles does.",
     "status.describe": "Says everything of a run: spec, conditions, roles, versions, checkpoints, "
     "events.",
@@ -65,7 +66,7 @@ _RUNS = {
     "runs.delete": "Removes a run's directory; refuses while the run is alive.",
     "runs.monitor": "Sends what a monitor lacks of a run; `apply` starts one for each monitor by "
     "itself.",
-    "dashboard.dashboard": "Shows a run in the browser: curves, roles, who waits for whom, and "
+    "dashboard.dashboard": "Shows runs in the browser: curves, roles, who waits for whom, and "
     "every rollout.",
     "evaluate.evaluate": "Evaluates a version of a run, or any model, on problems from files or by "
     "another tool.",
@@ -197,5 +198,7 @@ def main() -> None:
     """Runs the command line and exits."""
     # What imports make stays: looking for cycles in it took a tenth of a cold `runspec lint`.
     gc.set_threshold(100_000)
+    # Pydantic would look for plugins in every installed package; specs need none.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     sys.stdout, sys.stderr = _unbroken(sys.stdout), _unbroken(sys.stderr)
     sys.exit(exit_code_of(app))

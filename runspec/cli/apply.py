@@ -22,7 +22,7 @@ from rich.text import Text
 from runspec.cli import exit_code_of, options
 from runspec.cli.checks import sound_spec
 from runspec.cli.status import left_text, role_table, show_link, step_line
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, remedies_once
 from runspec.core.files import FULL
 from runspec.core.schema.load import MAX_BYTES, SpecFiles, load_resolved, parse_resolved
 from runspec.local import metrics, planning
@@ -36,7 +36,7 @@ from runspec.local.model_folders import trained_model
 from runspec.local.planning import RunPlan
 from runspec.local.prepare import NotReady, prepare_run, require_ready
 from runspec.local.processes import PreparedRun
-from runspec.local.run_dir import RunLocked, run_directory, sign_lock
+from runspec.local.run_dir import RUNS, RunLocked, run_directory, sign_lock
 from runspec.local.state import RoleRow, RunState
 from runspec.local.supervisor import CHANGE, change_request, send_request
 from runspec.plan import BadPlan, SavedPlan, read_plan
@@ -188,9 +188,14 @@ def show_result(run_dir: Path) -> None:
     newest = read_rows(run_dir)[-1:]
     if newest and (unsolved := unsolved_text(newest[0])):
         print(unsolved)
-    print(f"Report: {run_dir / REPORT_FILE}   logs: {run_dir / 'logs'}")
-    for line in trained_model(run_dir, load_resolved(run_dir)):
+    lines = trained_model(run_dir, load_resolved(run_dir))
+    for line in lines:
         print(f"Trained model: {line}" if line.startswith("version") else f"  {line}")
+    print(f"Report: {run_dir / REPORT_FILE}   logs: {run_dir / 'logs'}")
+    if lines:
+        run = run_dir.name if run_dir == (RUNS / run_dir.name).absolute() else str(run_dir)
+        print(f"Talk to it: {shlex.join(['runspec', 'chat', run])}")
+        print(f"Export it: {shlex.join(['runspec', 'export', run, f'{run_dir.name}-model'])}")
 
 
 def show_missing(error: NotReady, files: SpecFiles | None) -> None:
@@ -200,8 +205,9 @@ def show_missing(error: NotReady, files: SpecFiles | None) -> None:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for item in error.lacking:
-        remedy = f"\n{item.remedy}" if item.remedy else ""
+    remedies = remedies_once([item.remedy for item in error.lacking])
+    for item, words in zip(error.lacking, remedies, strict=True):
+        remedy = f"\n{words}" if words else ""
         table.add_row(Text(item.path, style="cyan"), Text(item.thing) + Text(remedy, style="dim"))
     console.print(table)
     if files is None or files.profile is not None:

@@ -1,27 +1,93 @@
-"""The estimate of a run, for people."""
+"""The estimate of a run, from what is known on this machine, and for people."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
+from statistics import fmean
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from runspec.core.errors import UserError
+from runspec.core.models import ModelConfig
+from runspec.core.schema import RunSpec
+from runspec.core.schema.source_files import source_files
+from runspec.estimate.assumed import with_cpu_speeds
 from runspec.estimate.broadcast import Arrival, IslandEstimate, IslandsEstimate
 from runspec.local.formatting import duration, number, size
-from runspec.plan.estimate import LearnerEstimate, RunEstimate, SupervisedEstimate, Timeline
+from runspec.local.metrics import objects
+from runspec.plan.estimate import (
+    LearnerEstimate,
+    RunEstimate,
+    SupervisedEstimate,
+    Timeline,
+    estimate_run,
+)
 from runspec.simulate import BROADCAST, LEARNER, VALIDATORS, Interval
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _COLOURS = {LEARNER: "green", BROADCAST: "blue", VALIDATORS: "magenta"}
 _POOL_COLOUR = "cyan"
 _BAR = 20
+_PROMPT_BYTES = 1 << 20
+"""How much of a file of problems is read for the lengths of prompts."""
 _KNOWN_BY = {"model.hf": "model.hf, as a directory with a config.json"}
 """Fields that are set and say too little; the others are not set."""
+
+
+def estimate_here(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
+    """`estimate_run` with the prompts that this machine can read, and guesses for CPUs.
+
+    The source of such a figure is not the field of the spec, which gives none.
+    """
+    read = None if spec.supervised is not None else prompt_tokens(spec)
+    sources = dict[str, str]()
+    if read is not None and spec.estimate.mean_prompt_tokens is None:
+        tokens, sources["estimate.mean_prompt_tokens"] = read
+        told = spec.estimate.model_copy(update={"mean_prompt_tokens": tokens})
+        spec = spec.model_copy(update={"estimate": told})
+    if config is not None:
+        spec, guessed = with_cpu_speeds(spec, config)
+        sources |= {field: f"a guess for CPUs: set {field}" for field in guessed}
+    found = estimate_run(spec, config)
+    assumed = (
+        replace(each, source=sources.get(each.source, each.source)) for each in found.assumed
+    )
+    return replace(found, assumed=tuple(assumed))
+
+
+def prompt_tokens(spec: RunSpec) -> tuple[float, str] | None:
+    """Return about the mean prompt length of the first rows of JSON Lines, and what it is from.
+
+    A tokenizer made by the run writes about every character as a token, others about four
+    characters. Prompts over `data.max_prompt_tokens` are left out, as the run does. None where no
+    source has rows here.
+    """
+    characters = 1 if spec.model.shape is not None else 4
+    lengths, names = list[float](), list[str]()
+    for source in spec.data.sources:
+        column = {"gsm8k": "question", "jsonl": str(source.params.get("prompt", "prompt"))}
+        if source.kind not in column or not source.train:
+            continue
+        try:
+            path = next(iter(source_files(source).values()))
+            with path.open("rb") as file:
+                rows = objects(file.read(_PROMPT_BYTES))
+        except (UserError, OSError, StopIteration):
+            continue  # what is missing is said below the estimate
+        before = len(str(source.params.get("instruction", ""))) + len(spec.data.system_prompt or "")
+        prompts = (row.get(column[source.kind]) for row in rows)
+        found = [(before + len(text)) / characters for text in prompts if isinstance(text, str)]
+        if kept := [length for length in found if length <= spec.data.max_prompt_tokens]:
+            lengths, names = lengths + kept, [*names, source.name]
+    if not lengths:
+        return None
+    each = "one character" if characters == 1 else f"{characters} characters"
+    return fmean(lengths), f"{len(lengths):,} rows of {', '.join(names)}, {each} a token"
 
 
 def show_estimate(estimate: RunEstimate, console: Console) -> None:
@@ -55,7 +121,8 @@ def show_estimate(estimate: RunEstimate, console: Console) -> None:
             _say(console, _KNOWN_BY.get(field, field))
     if (cost := estimate.cost) is not None:
         whole = "" if cost.run is None else f", {cost.run:,.0f} for the run"
-        _title(console, "Cost", f"{cost.per_hour:,.2f} an hour{whole}")
+        currency = "in the currency of price_per_hour"
+        _title(console, "Cost", f"{cost.per_hour:,.2f} an hour{whole}, {currency}")
         table = _table("role", ">an hour")
         for role, price in cost.by_role.items():
             table.add_row("", role, f"{price:,.2f}")
@@ -196,8 +263,7 @@ def _broadcast(estimate: RunEstimate, console: Console) -> None:
         )
         _say(console, note)
     table = _table("path", ">rate", ">time", "limited by")
-    for folding in (table.columns[1], table.columns[-1]):
-        folding.no_wrap, folding.overflow = False, "fold"
+    table.columns[1].no_wrap, table.columns[1].overflow = False, "fold"
     for path, arrival in _same_paths(estimate.arrivals):
         rate = _amount(8 * arrival.rate, "bits/s")
         table.add_row("", path, rate, _time(arrival.seconds), arrival.limit)
@@ -332,4 +398,4 @@ def _time(seconds: float) -> str:
     """Like 0.42 s, 3 min 5 s, 2 h 10 min or 4.2 days."""
     if seconds < 9.95:
         return f"{seconds:.2g} s"
-    return f"{seconds / 86400:.3g} days" if seconds >= 2 * 86400 else duration(seconds)
+    return duration(seconds)

@@ -71,12 +71,12 @@ def init_command(
             "--model", metavar="MODEL", help="DIR or ORG/NAME, of model, sft and node-8gpu."
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Writes over files.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Writes over files, data too.")] = False,
 ) -> int:
     """Writes the files; returns the exit code."""
     files = initial_files(template, run_name(folder, name), model)
     for data in (PROBLEMS, CONVERSATIONS):
-        if (folder / data).exists():
+        if not force and (folder / data).exists():
             files.pop(data, None)
     write_all(folder, files, force=force)
     for written in files:

@@ -19,7 +19,7 @@ import typer
 import yaml
 
 from runspec.cli import options
-from runspec.core.errors import BadUsage, UserError, bad_usage
+from runspec.core.errors import BadUsage, UserError, bad_usage, remedies_once
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.schema import RunSpec
 from runspec.core.schema.findings import format_finding
@@ -106,9 +106,11 @@ def _print(checked: CheckedFiles, output: str) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     if text:
         print(text)
-    for message in dict.fromkeys(str(one.error) for one in checked.unreadable):
-        print(f"error: {message}", file=sys.stderr)
-    if output in FOR_PEOPLE and (checked.findings or checked.suppressed):
+    errors = list({str(one.error): one.error for one in checked.unreadable}.values())
+    remedies = remedies_once([error.remedy for error in errors])
+    for error, remedy in zip(errors, remedies, strict=True):
+        print(f"error: {UserError(error.thing, place=error.place, remedy=remedy)}", file=sys.stderr)
+    if output in FOR_PEOPLE and (checked.findings or not checked.unreadable):
         counts = {each: checked.count(each) for each in ("error", "warning")}
         said = [f"{count} {each}{'s' if count != 1 else ''}" for each, count in counts.items()]
         if checked.suppressed:

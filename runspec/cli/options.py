@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.table import Table
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from runspec.core.schema.load import SpecFiles
 
 RUNS = Path("runs")
@@ -39,7 +41,10 @@ def duration(value: str | float) -> float:
     """Seconds of a text such as 30s or 7d, or of a default."""
     from runspec.core.schema.fields import DURATION
 
-    return value if isinstance(value, float) else DURATION.parse(value)
+    try:
+        return value if isinstance(value, float) else DURATION.parse(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def files_named(
@@ -61,10 +66,23 @@ def words_of(files: SpecFiles, runs_dir: Path | None) -> list[str]:
 
 
 def plain_table(*columns: str) -> Table:
-    """A table without lines; names starting with > are columns of numbers."""
+    """A table without lines; names starting with > are columns of numbers.
+
+    Where the terminal is narrow, text goes on in the line below; nothing is cut off.
+    """
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in columns:
-        table.add_column(column.lstrip(">"), justify="right" if column[:1] == ">" else "left")
+        justify: Literal["right", "left"] = "right" if column[:1] == ">" else "left"
+        table.add_column(column.lstrip(">"), justify=justify, overflow="fold")
     return table
+
+
+def console() -> Console:
+    """Standard output for words of any source, wrapped at words on a terminal only."""
+    from rich.console import Console
+
+    found = Console(markup=False, highlight=False, emoji=False)
+    found.soft_wrap = not found.is_terminal
+    return found

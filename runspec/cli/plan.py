@@ -23,9 +23,9 @@ from rich.text import Text
 
 from runspec.cli import options
 from runspec.cli.checks import located, sound_spec
-from runspec.cli.estimate_view import show_estimate
+from runspec.cli.estimate_view import estimate_here, show_estimate
 from runspec.core.canonical import digest_bytes
-from runspec.core.errors import UserError, bad_usage
+from runspec.core.errors import UserError, bad_usage, remedies_once
 from runspec.core.models.family import model_config
 from runspec.core.schema import RunSpec
 from runspec.core.schema.fields import CHANGE_CLASSES
@@ -60,7 +60,7 @@ from runspec.plan import (
     severest,
     shown,
 )
-from runspec.plan.estimate import RunEstimate, estimate_run
+from runspec.plan.estimate import RunEstimate
 
 EXIT_CHANGES = 6
 _MARKS = {"add": ("+", "green"), "change": ("~", "yellow"), "remove": ("-", "red")}
@@ -93,7 +93,7 @@ def plan_command(
     spec = sound_spec(files)
     plan = make_plan(spec, run_directory(spec, runs_dir))
     config = model_config(spec, files.path.parent)
-    estimate = estimate_run(spec, config)
+    estimate = estimate_here(spec, config)
     if aot and config is None:
         raise UserError(
             f"the shape of {spec.model.hf} is not known here, so its step cannot be compiled",
@@ -112,13 +112,16 @@ def plan_command(
         if compiled is not None:
             show_compiled(compiled)
         console.print("\nWhere it runs")
+        whole = not console.is_terminal
         for line in where_lines(spec, groups, files):
-            console.print(line, markup=False, soft_wrap=True)
+            to_copy = line.lstrip().startswith("runspec ")
+            console.print(line, markup=False, soft_wrap=whole or to_copy)
         if plan.lacking:  # which may not matter: the spec may well be for another machine
             console.print("\nThis machine lacks:")
-        for item in plan.lacking:
-            remedy = f" ({item.remedy})" if item.remedy else ""
-            console.print(f"  {item.path}: {item.thing}{remedy}", markup=False, soft_wrap=True)
+        remedies = remedies_once([item.remedy for item in plan.lacking])
+        for item, words in zip(plan.lacking, remedies, strict=True):
+            remedy = f" ({words})" if words else ""
+            console.print(f"  {item.path}: {item.thing}{remedy}", markup=False, soft_wrap=whole)
     if compiled is not None and compiled.fits is False:
         raise does_not_fit(compiled)
     if out is not None:
@@ -281,6 +284,7 @@ def role_groups(spec: RunSpec, files: SpecFiles, runs_dir: Path | None) -> list[
                 "name": group.name,
                 "processes": processes,
                 "machine": group.machine,
+                "devices": group.devices * len(group.members),
                 "here": here,
                 "commands": [shlex.join(words) for words in ([apply] if here else alone)],
             }
@@ -291,12 +295,16 @@ def role_groups(spec: RunSpec, files: SpecFiles, runs_dir: Path | None) -> list[
 def where_lines(spec: RunSpec, groups: list[dict[str, Any]], files: SpecFiles) -> Iterator[str]:
     """Yield the groups of `role_groups` as lines."""
     backend = spec.placement.backend
-    starter = "this machine" if backend == LOCAL else f"machines of {backend}"
     here = [group for group in groups if group["here"]]
     away = [group for group in groups if not group["here"]]
+    starter = "this machine" if backend == LOCAL else f"machines of {backend}"
+    if backend == LOCAL and away:
+        devices = sum(group["devices"] for group in here)
+        starter = f"one machine{f' of {devices} accelerators' if devices else ''}"
     yield f"  {starter}, by `apply`: {', '.join(map(_what, here))}"
-    if islands := island_names(spec):
-        yield f"    (the trunk has island {islands[0]}, which is the learner)"
+    islands = island_names(spec)
+    learner = f"island {islands[0]}, which is the learner" if islands else "the learner"
+    yield f"    (the trunk: coordinator, publisher, origin, and {learner})"
     yield f"    {here[0]['commands'][0]}"
     for group in away:
         more = f", and {count - 1} more" if (count := len(group["commands"])) > 1 else ""

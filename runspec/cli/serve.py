@@ -28,7 +28,7 @@ from broadcast.manifest import WeightsManifest
 from runspec.cli import options
 from runspec.cli.runs import run_and_version
 from runspec.core.entry_points import install_command
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, one_line
 from runspec.core.models import TOKENIZER_NAMES
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import CPU_BLOCK_TOKENS, MAX_SEQUENCES, cpu_kv_bytes
@@ -46,6 +46,7 @@ START_S = 600.0
 HOST = "127.0.0.1"
 _END_S = 10.0
 _LOOK_S = 0.5
+_TELL_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -300,9 +301,26 @@ def chat_command(
         for number, (found, port) in enumerate(speakers):
             print(f"loading {found.names[-1]}", file=sys.stderr)
             log = Path(folder) / f"{number}.log"
-            await_server(up.enter_context(serving(found, HOST, port, log=log)), port, log)
+            server = up.enter_context(serving(found, HOST, port, log=log))
+            await_server(server, port, log, telling(found.names[-1], log))
         _talk(speakers, target, max_tokens)
     return 0
+
+
+def telling(name: str, log: Path) -> Callable[[], int]:
+    """Return a `stops` for `await_server` that never stops, and tells how the load goes."""
+    began = said = time.monotonic()
+
+    def tell() -> int:
+        nonlocal said
+        now = time.monotonic()
+        if now - said >= _TELL_S:
+            said = now
+            newest = one_line("".join(last_lines(log, 1)), 120) or "vLLM starts"
+            print(f"loading {name} for {now - began:.0f} s: {newest}", file=sys.stderr)
+        return 0
+
+    return tell
 
 
 def _talk(

@@ -10,15 +10,16 @@ from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from broadcast.layout import manifest_name
 from broadcast.manifest import MAX_BYTES
 from runspec.cli import options
+from runspec.core.address import is_loopback
 from runspec.core.canonical import digest_bytes
 from runspec.core.files import read_bounded
 from runspec.core.schema import RunSpec
@@ -117,44 +118,44 @@ def training_figures(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def _show(seen: RunView) -> None:
-    console = Console(markup=False, highlight=False)
-    print(headline(seen))
+    console = options.console()
+    console.print(headline(seen))
     if seen.held_by:
-        print(f"held by {seen.held_by}")
+        console.print(f"held by {seen.held_by}")
         show_link(seen.directory, seen.spec)
     if seen.rows:
         left = left_text(seen.rows, seen.spec.steps) if seen.alive else ""
-        print(step_line(seen.rows, seen.spec.steps), f"  {left}" if left else "", sep="")
+        console.print(step_line(seen.rows, seen.spec.steps) + (f"  {left}" if left else ""))
         if seen.spec.supervised is not None and seen.published is not None:
-            print(f"version {seen.published} is published")
+            console.print(f"version {seen.published} is published")
         if waited := latency_line(seen.newest):
-            print(waited)
+            console.print(waited)
         for name, text in metrics.island_pairs(seen.newest):
-            print(f"{name}: {text}")
+            console.print(f"{name}: {text}")
     for name, result in newest(seen.results).items():
-        print(f"{name}, {result_line(result)}")
+        console.print(f"{name}, {result_line(result)}")
     if missing := _missing_islands(seen):
-        print(f"waits {missing}")
+        console.print(f"waits {missing}")
     for cause in seen.causes:
-        print(cause.line)
+        console.print(cause.line)
     holding = [each for each in seen.conditions.values() if each.status != "False"]
     console.print(condition_table(holding))
     console.print(role_table(seen.roles, seen.stages))
     for event in seen.events:
-        print(event)
+        console.print(str(event))
 
 
 def show_link(run_dir: Path, spec: RunSpec) -> None:
-    """How others join a run whose keys are made."""
-    if not spec.samplers:
+    """Print how strangers join a run, where they may and can: not at an address of this machine."""
+    if all(pool.trust == "trusted" for pool in spec.samplers):
         return
-    if link := run_link(run_dir, spec):
-        if all(pool.trust == "trusted" for pool in spec.samplers):
-            print(f"invite others with: runspec invite {run_dir} --pool POOL (all are trusted)")
-        elif spec.verify.admission == "invite":
-            print(f"invite others with: runspec invite {run_dir}")
-        else:
-            print(f"join with: runspec join '{link}' --key FILE")
+    link = run_link(run_dir, spec)
+    if link is None or is_loopback(urlsplit(link.coordinator).hostname or ""):
+        return
+    if spec.verify.admission == "invite":
+        print(f"invite others with: runspec invite {run_dir}")
+    else:
+        print(f"join with: runspec join '{link}' --key FILE")
 
 
 def headline(seen: RunView) -> str:
@@ -178,6 +179,7 @@ _COLOURS = {
     "failed": "red",
     "finished": "blue",
     "waiting": "bright_black",
+    "stopped": "bright_black",
     "ended": "bright_black",
 }
 
@@ -250,7 +252,7 @@ def describe_command(run: options.Run, runs_dir: options.RunsDir = options.RUNS)
     seen = look_at(find_run(run, runs_dir), events=None)
     with closing(RunState(seen.directory)) as state:
         applied, sessions = state.applied(), state.sessions()
-    console = Console(markup=False, highlight=False)
+    console = options.console()
     print(headline(seen))
     show_link(seen.directory, seen.spec)
     started = f", first {clock(seen.run.started)}" if seen.run else ""

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from runspec.cli import options
@@ -154,7 +153,7 @@ def workers_command(
     if as_json:
         print(json.dumps(rows, indent=2))
     elif rows:
-        Console(markup=False, highlight=False, soft_wrap=True).print(worker_table(rows))
+        show_workers(rows)
         if any(row["standing"] == "banned" for row in rows):
             print(f"an appeal is granted with: runspec unban {run} KEY --reason WHY")
     else:
@@ -183,20 +182,25 @@ def worker_rows(
     ]
 
 
-def worker_table(rows: list[dict[str, Any]]) -> Table:
-    """Return the rows of `worker_rows` as a table."""
-    table = options.plain_table(
-        *("key", "pool", "standing", "reputation", "recomputed", "credits"),
-        *("accepted", "rejected", "withheld", "alive", "reason"),
-    )
+def show_workers(rows: list[dict[str, Any]]) -> None:
+    """Print the rows of `worker_rows`, the reputation beside the standing, reasons below."""
+    answers = "accepted, rejected, withheld"
+    columns = ("key", "pool", "standing", "recomputed", "credits", answers, "alive")
+    table = options.plain_table(*columns)
     for row in rows:
         table.add_row(
-            *(row["key"][:16], row["pool"] or "", row["standing"]),
-            *(f"{row['reputation']:.2f}", f"{row['prefill_share']:.0%}", f"{row['credits']:,}"),
-            *(str(row[name]) for name in ("accepted", "rejected", "withheld")),
-            *("yes" if row["alive"] else "no", one_line(row["reason"], _MAX_REASON)),
+            *(row["key"][:LEAST_PREFIX], row["pool"] or ""),
+            f"{row['standing']} {row['reputation']:.2f}",
+            *(f"{row['prefill_share']:.0%}", f"{row['credits']:,}"),
+            ", ".join(str(row[name]) for name in answers.split(", ")),
+            "yes" if row["alive"] else "no",
         )
-    return table
+    console = options.console()
+    console.print(table)
+    for row in rows:
+        if row["reason"]:
+            reason = one_line(row["reason"], _MAX_REASON)
+            console.print(f"{row['key'][:LEAST_PREFIX]}: {reason}")
 
 
 def ban_command(
@@ -325,7 +329,7 @@ def list_invites(run: str, as_json: bool, runs_dir: Path) -> int:
     if as_json:
         print(json.dumps(rows, indent=2))
     elif rows:
-        Console(markup=False, highlight=False, soft_wrap=True).print(invite_table(rows))
+        options.console().print(invite_table(rows))
     else:
         print("nobody was invited")
     return 0

@@ -64,6 +64,14 @@ def bad_usage() -> Iterator[None]:
         raise BadUsage(error.thing, place=error.place, remedy=error.remedy) from error
 
 
+def remedies_once(remedies: Sequence[str]) -> list[str]:
+    """Return the remedies of a list of faults; those that the next one has too are empty."""
+    return [
+        "" if number + 1 < len(remedies) and remedies[number + 1] == each else each
+        for number, each in enumerate(remedies)
+    ]
+
+
 def one_line(text: str, most: int) -> str:
     """Return a text as one line of at most `most` printable characters.
 

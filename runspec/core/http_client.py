@@ -253,7 +253,8 @@ def translated_errors(late: str) -> Iterator[None]:
     except TimeoutError as error:
         raise LateAnswer(late) from error
     except (aiohttp.ClientError, ValueError) as error:
-        raise NoAnswer(f"{type(error).__name__}: {str(error)[:200]}") from error
+        words = str(error).replace(" ssl:default", "")[:200]  # aiohttp's, of plain HTTP too
+        raise NoAnswer(f"{type(error).__name__}: {words}") from error
 
 
 class _Protocol(ResponseHandler):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from runspec.core.models import ModelConfig
 from runspec.core.models.hardware import device_count, device_of
-from runspec.core.models.parameters import MEMORY_UTILIZATION, trained_count
+from runspec.core.models.parameters import MEMORY_UTILIZATION, parameter_count, trained_count
 from runspec.core.schema import Hardware, RunSpec, SamplerPool
 from runspec.core.schema.role_names import island_names, island_role, island_spec, members
 
@@ -47,6 +47,12 @@ CHANGED_SHARE = 0.01
 1 % (PULSE, arXiv 2602.03839)."""
 LORA_GAIN = 10.0
 """Best learning rate of adapters over that of all weights."""
+CPU_FLOPS = 1e10
+"""Peak of a CPU's device in FLOP/s, where all roles share two cores; `runspec plan` alone guesses
+it."""
+SAMPLED_TOKEN_S, CHECKED_TOKEN_S = 4e-4, 1e-4
+"""Seconds of a token beside its FLOPs, in a replica and in a validator on a CPU. With `CPU_FLOPS`
+they are about what the laptop profile's 0.2 M parameters reach on two cores."""
 OURS = "runspec.estimate"
 """Source of a figure of this package, which no field of the spec gives."""
 _SIGNIFICAND_BITS = {"float32": 24, "bfloat16": 8}
@@ -152,6 +158,27 @@ def _figure(spec: RunSpec, field: str, default: float, source: str, unit: str = 
     if given is not None:
         return Assumed(field.replace("_", " "), given, unit, f"estimate.{field}")
     return Assumed(field.replace("_", " "), default, unit, source)
+
+
+def with_cpu_speeds(spec: RunSpec, config: ModelConfig) -> tuple[RunSpec, list[str]]:
+    """Return the spec with guesses for speeds of CPUs that it does not give, and their fields."""
+    guessed, learner, verify = [], spec.learner, spec.verify
+    token_s = 2.0 * parameter_count(config) / CPU_FLOPS
+    if learner.hardware.kind == "cpu" and learner.hardware.peak_flops is None:
+        guessed.append("learner.hardware.peak_flops")
+        faster = learner.hardware.model_copy(update={"peak_flops": CPU_FLOPS})
+        learner = learner.model_copy(update={"hardware": faster})
+    pools = []
+    for pool in spec.samplers:
+        if pool.hardware.kind == "cpu" and pool.tokens_per_s is None:
+            guessed.append(f"samplers.{pool.name}.tokens_per_s")
+            pool = pool.model_copy(update={"tokens_per_s": 1.0 / (SAMPLED_TOKEN_S + token_s)})
+        pools.append(pool)
+    if verify.tokens_per_s is None and guessed and verify.hardware is None:
+        guessed.append("verify.tokens_per_s")
+        verify = verify.model_copy(update={"tokens_per_s": 1.0 / (CHECKED_TOKEN_S + token_s)})
+    changes = {"learner": learner, "samplers": pools, "verify": verify}
+    return spec.model_copy(update=changes), guessed
 
 
 def inputs(spec: RunSpec, config: ModelConfig | None, check: Assumed | None) -> tuple[Assumed, ...]:

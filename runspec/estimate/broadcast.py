@@ -50,6 +50,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import inf, log2, prod
 from typing import NamedTuple
 
@@ -195,6 +196,7 @@ def version_size(spec: RunSpec, config: ModelConfig) -> VersionSize:
     return VersionSize(whole, delta, delta, joiner=whole + (broadcast.anchor_every - 1) * delta)
 
 
+@cache
 def version_bytes(config: ModelConfig, dtype: str) -> int:
     """Return the bytes of a version's safetensors files, as the bridge writes them.
 

@@ -39,6 +39,8 @@ STOP_S = 20.0
 
 class State(StrEnum):
     WAITING = "waiting"
+    STOPPED = "stopped"
+    """Ended with the run, which can go on."""
     STARTING = "starting"
     RUNNING = "running"
     RENEWING = "renewing"
@@ -349,6 +351,6 @@ class Fleet:
         return [Action("kill", name) for name in self.alive]
 
     def _at_rest(self) -> State:
-        """Return the state of a stopped role: finished, or waiting for its next start."""
+        """Return the state of a role that ended with the run."""
         finished = self.outcome is not None and self.outcome.kind == "finished"
-        return State.FINISHED if finished else State.WAITING
+        return State.FINISHED if finished else State.STOPPED

@@ -50,7 +50,9 @@ def per_second(value: object) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Like 42 s, 3 min 5 s or 2 h 10 min."""
+    """Like 42 s, 3 min 5 s, 2 h 10 min or 4.2 days."""
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:.3g} days"
     minutes, rest = divmod(round(seconds), 60)
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60} min"

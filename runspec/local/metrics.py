@@ -33,9 +33,11 @@ Row = Mapping[str, Any]
 class JsonLines:
     """Reads the whole lines that were appended to a file since the last look."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, newest_bytes: int | None = None) -> None:
         self._path = path
         self._offset = 0
+        if newest_bytes is not None and path.exists():  # what is left of a cut line is no object
+            self._offset = max(0, path.stat().st_size - newest_bytes)
 
     def new_rows(self) -> list[dict[str, Any]]:
         """Rows since the last call; a line still being written waits for the next call.
@@ -58,9 +60,12 @@ class JsonLines:
         return objects(whole)
 
 
-def read_rows(run_dir: Path) -> list[dict[str, Any]]:
-    """A row a step, in order: the last one written where a step was trained again after a crash."""
-    return latest_by_step(JsonLines(run_dir / METRICS_FILE).new_rows())
+def read_rows(run_dir: Path, newest_bytes: int | None = None) -> list[dict[str, Any]]:
+    """A row a step, in order: the last one written where a step was trained again after a crash.
+
+    With `newest_bytes` only the rows in so many bytes at the end of the file are read.
+    """
+    return latest_by_step(JsonLines(run_dir / METRICS_FILE, newest_bytes).new_rows())
 
 
 def latest_by_step(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

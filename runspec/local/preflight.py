@@ -26,6 +26,7 @@ from runspec.estimate.broadcast import version_size
 from runspec.estimate.learner import moment_elements
 from runspec.lint.rules.samplers import unsupported_heads
 from runspec.local.backend import LOCAL
+from runspec.local.formatting import size
 from runspec.local.identity import pinned_root_problem
 from runspec.local.machine import Facts, ModelFiles, devices_here, find_files
 from runspec.local.model_folders import require_fitting
@@ -49,20 +50,20 @@ def disk_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
     """
     if config is None:
         return _ROOM_BYTES
-    size, versions = version_size(spec, config), spec.broadcast.keep_versions + 1
-    directories, store = versions * size.whole, float(versions * size.whole)
-    if size.follower < size.whole:
+    one, versions = version_size(spec, config), spec.broadcast.keep_versions + 1
+    directories, store = versions * one.whole, float(versions * one.whole)
+    if one.follower < one.whole:
         every = spec.broadcast.anchor_every
-        directories += round(versions * size.delta)
+        directories += round(versions * one.delta)
         anchors = min(versions, spec.broadcast.keep_versions // every + 2)
-        store = anchors * size.whole + (spec.broadcast.keep_versions + every) * size.delta
+        store = anchors * one.whole + (spec.broadcast.keep_versions + every) * one.delta
     away = role_names.elsewhere(spec)
     stores = round(store) * (1 + len(set(role_names.relay_names(spec)) - away))
     samplers = len(set(role_names.worker_names(spec)) - away)
     validators = len(set(role_names.validator_names(spec)) - away)
-    read = 3 * samplers * size.whole
+    read = 3 * samplers * one.whole
     if spec.supervised is None:
-        read += (spec.grpo.async_level + 3) * validators * size.whole
+        read += (spec.grpo.async_level + 3) * validators * one.whole
     return directories + stores + read + states_bytes(spec, config) + _ROOM_BYTES
 
 
@@ -78,7 +79,6 @@ def states_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
     return state * (spec.checkpoints.keep + 1)
 
 
-GIB = 2**30
 _PREPARE = "see `runspec prepare` and docs/site.md"
 _THIS_HOST = ("127.0.0.1", "localhost", "::1")
 ROLE_MODULES = {
@@ -377,6 +377,6 @@ def _disk(
         if needed > free:
             yield Missing(
                 path,
-                f"about {needed / GIB:.1f} GiB of disk needed, {free / GIB:.1f} free",
+                f"about {size(needed)} of disk needed, {size(free)} free",
                 remedy,
             )

@@ -62,11 +62,11 @@ def hold(run_dir: Path, *, role: str | None = None) -> Iterator[int]:
         descriptor = open_lock(path)
     try:
         if not _lock(descriptor):
-            watch = f"watch it with `runspec status {run_dir}`, or stop that process first"
+            pause = f"`runspec pause {run_dir}` stops it, `runspec status {run_dir}` watches it"
             raise RunLocked(
                 f"{role or 'the run'} is alive: held by {_holder(path)}",
                 place=str(run_dir),
-                remedy="stop that process first, or name another --dir" if role else watch,
+                remedy="stop that process first, or name another --dir" if role else pause,
             )
         sign_lock(descriptor)
         yield descriptor
@@ -169,6 +169,8 @@ def _holder(path: Path) -> str:
     try:
         held = json.loads(path.read_bytes()[:4096])
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(held["since"]))
+        if held["host"] == socket.gethostname() and not Path(f"/proc/{held['process']}").exists():
+            return f"a process that process {held['process']} started, which is gone"
         return f"process {held['process']} on {held['host']} since {since}"
     except (OSError, ValueError, KeyError, TypeError):
         return "a process that has not said who it is"

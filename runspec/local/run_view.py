@@ -197,13 +197,20 @@ class RunView:
         return coordinator_status(endpoints.coordinator) if endpoints else {}
 
 
-def look_at(run_dir: Path, *, events: int | None = EVENTS, ledger: bool = True) -> RunView:
+def look_at(
+    run_dir: Path,
+    *,
+    events: int | None = EVENTS,
+    ledger: bool = True,
+    newest_bytes: int | None = None,
+) -> RunView:
     """Reads a run directory, and the ledger where that lies elsewhere.
 
     Args:
         run_dir: of the run.
         events: how many of the newest; None for all.
         ledger: whether to read that, which a database may be slow to answer.
+        newest_bytes: how much of metrics.jsonl's end; None for all.
 
     Raises:
         UserError: its spec or its state cannot be read.
@@ -229,7 +236,7 @@ def look_at(run_dir: Path, *, events: int | None = EVENTS, ledger: bool = True) 
             session=state.session(),
             roles=state.roles() if held_by else [_unsupervised(role) for role in state.roles()],
             events=state.events(events),
-            rows=read_rows(run_dir),
+            rows=read_rows(run_dir, newest_bytes),
             versions=versions,
             published_at=published_at,
             wall_s=state.wall_s(),
@@ -259,7 +266,7 @@ def _unsupervised(role: RoleRow) -> RoleRow:
     """A role whose supervisor is gone, which may have died before it recorded the role's end."""
     if role.pid and birth(role.pid) == role.born:
         return role
-    at_rest = role.state in ("waiting", "finished", "failed")
+    at_rest = role.state in ("waiting", "stopped", "finished", "failed")
     return replace(role, state=role.state if at_rest else "ended", pid=None)
 
 

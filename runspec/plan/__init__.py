@@ -286,7 +286,7 @@ def read_plan(path: Path) -> SavedPlan | None:
         reason = error.thing if isinstance(error, UserError) else str(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]
-            reason = f"{first['loc'][0]}: {first['msg']}"
+            reason = f"{first['loc'][0]}: {first['msg'].removeprefix('Value error, ')}"
         raise BadPlan(
             f"not a plan that can be applied: {reason}",
             place=str(path),

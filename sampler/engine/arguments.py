@@ -94,8 +94,8 @@ def engine_arguments(
         given = int(arguments["kv_cache_memory_bytes"])
         if given < needed:
             raise RunStopped(
-                f"keys and values of one sequence take {needed / 2**20:.2f} MiB, the cache has "
-                f"{given / 2**20:.2f}",
+                f"keys and values of one sequence take {needed / 1e6:.2f} MB, the cache has "
+                f"{given / 1e6:.2f}",
                 place=f"samplers.{pool.name}.max_model_len",
                 remedy="lower it, or use more tensor-parallel ranks",
             )

@@ -163,6 +163,8 @@ def read_text(path: Path) -> str:
         if not path.is_file():  # reading a pipe would block
             there = path.exists()
             what = f"{str(path)!r} is no regular file" if there else f"no file {str(path)!r}"
+            if (path / "spec.yaml").is_file():
+                remedy = f"name the file in it: {path / 'spec.yaml'}"
             raise UserError(what, place=str(path), remedy=remedy)
         return read_bounded(path, yaml_nodes.MAX_CHARACTERS).decode("utf-8-sig")
     except OSError as error:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from runspec.core.canonical import canonical_json, digest_bytes, parse_object
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, one_line
 from runspec.core.files import expand_user, read_bounded
 from runspec.core.schema import CalibrationProfile, RunSpec, yaml_nodes
 from runspec.core.schema.findings import SET_FILE, Comment, Finding, Place, format_finding
@@ -299,9 +299,17 @@ def parse_resolved(data: bytes, *, place: str) -> RunSpec:
     """
     try:
         return RunSpec.model_validate(parse_object(data, max_bytes=MAX_BYTES))
-    except (ValueError, ValidationError) as error:
+    except ValueError as error:
+        words = str(error)
+        if isinstance(error, ValidationError):
+            words = "; ".join(
+                f"{'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}"
+                for each in error.errors(include_url=False)[:3]  # a few say enough
+            )
         raise UserError(
-            f"not a resolved run spec: {error}", place=place, remedy="make it with `runspec apply`"
+            f"not a resolved run spec: {one_line(words, 400)}",
+            place=place,
+            remedy="make it with `runspec apply`",
         ) from error
 
 

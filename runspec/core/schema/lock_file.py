@@ -127,7 +127,8 @@ def parse_lock(root: Node, findings: list[Finding]) -> Lock | None:
         for item in error.errors(include_url=False):
             place = locate(root, item["loc"])[0]
             path = ".".join(str(step) for step in item["loc"])
-            finding = Finding(place, "bad-value", item["msg"], path=path, blocking=True)
+            message = item["msg"].removeprefix("Value error, ")
+            finding = Finding(place, "bad-value", message, path=path, blocking=True)
             findings.append(finding)
         return None
 

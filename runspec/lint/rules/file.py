@@ -5,7 +5,7 @@ from __future__ import annotations
 from runspec.lint import found_by_loader
 
 
-@found_by_loader("mend the text at the caret")
+@found_by_loader("mend the text there")
 def yaml() -> None:
     """A file is one YAML document that holds a map.
 

@@ -185,6 +185,13 @@ def test_files_that_are_there_stay_unless_forced(tmp_path):
     # when it is forced, then all are written
     assert runspec("init", tmp_path, "--force").returncode == 0
     assert written(tmp_path) == FILES
+    # and a file of data is kept and written over like them
+    words = ("init", tmp_path / "own", "--template", "problems")
+    rows = tmp_path / "own" / "problems.jsonl"
+    rows.parent.mkdir()
+    rows.write_text("mine\n")
+    assert (runspec(*words).returncode, rows.read_text()) == (0, "mine\n")
+    assert runspec(*words, "--force").returncode == 0 and "What is" in rows.read_text()
 
 
 def test_workflow_and_hooks_run_the_command_on_the_spec(tmp_path, monkeypatch):

@@ -36,10 +36,18 @@ def test_findings_go_to_standard_output_and_the_fail_level_decides(tmp_path, lev
 
 
 def test_a_file_that_cannot_be_read_keeps_no_other_from_being_checked(bad):
-    done = runspec("lint", "gone.yaml", bad, bad.parent, "--format", "compact")
+    done = runspec("lint", "gone.yaml", "lost.yaml", bad, bad.parent, "--format", "compact")
     assert done.returncode == 2
     assert len(done.stdout.splitlines()) == 2
-    assert "gone.yaml" in done.stderr
+    assert "gone.yaml" in done.stderr and "lost.yaml" in done.stderr
+    # and what both need is said once, and of a folder the spec in it is named
+    assert done.stderr.count("remedy: name a YAML file that can be read") == 1
+    assert f"remedy: name the file in it: {bad}" in done.stderr
+
+
+def test_a_clean_spec_is_said_to_be_clean(tmp_path):
+    done = runspec("lint", small_spec(tmp_path, "steps: 4"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "0 errors, 0 warnings\n")
 
 
 @pytest.mark.parametrize(

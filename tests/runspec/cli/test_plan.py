@@ -23,6 +23,7 @@ from runspec.local.planning import StalePlan
 from runspec.local.state import RunState
 from runspec.plan import AotReport, BadPlan, compile_step
 from tests.harness import TARGET_SHORT
+from tests.runspec.cli.in_process import runspec
 from tests.runspec.core.schema.spec_files import small_spec as spec_in
 from tests.runspec.local.fake_run import prepared, small_spec
 from tests.verify.profiles import document, made_profile
@@ -114,19 +115,36 @@ def test_it_says_where_each_role_group_runs_and_by_which_command(runs, out):
     assert all(group["here"] and group["commands"] == [apply] for group in groups)
     plan(runs)
     here = f"  this machine, by `apply`: {', '.join(names)}"
-    assert f"\nWhere it runs\n{here}\n    {apply}\n" in out()
+    trunk = "    (the trunk: coordinator, publisher, origin, and the learner)"
+    assert f"\nWhere it runs\n{here}\n{trunk}\n    {apply}\n" in out()
     # when it leaves the pool's two replicas to others, then each has a command of its own
     away = "placement.roles=[validators, evaluator, relay-local]", "samplers.volunteers.replicas=2"
     groups = planned_json(runs, out, *away)["groups"]
     assert [group["here"] for group in groups] == [True, True, True, True, False]
     processes = ["volunteers-0", "volunteers-1"]
     commands = [f"runspec role {name} --bundle SITE/bundles/{name}.json" for name in processes]
-    group = {"name": "volunteers", "processes": processes, "machine": "any machine"}
+    group = {"name": "volunteers", "processes": processes, "machine": "any machine", "devices": 0}
     assert groups[-1] == {**group, "here": False, "commands": commands}
     plan(runs, *away)
     text = out()
+    assert "\n  one machine, by `apply`: trunk" in text and "this machine, by" not in text
     assert f"  others: volunteers\n    {commands[0]}, and 1 more\n" in text
     assert f"runspec prepare {words}" in text
+
+
+def test_a_laptops_step_is_estimated_from_guesses_and_the_prompts_that_are_here(tmp_path):
+    # given a spec for two cores that gives no speed, and problems beside it
+    assert runspec("init", tmp_path, "--template", "problems").returncode == 0
+    rows = ['{"prompt": "12345678"}', '{"prompt": "1234"}', f'{{"prompt": "{"long" * 99}"}}', "no"]
+    (tmp_path / "problems.jsonl").write_text("\n".join(rows) + "\n")
+    planned = runspec("plan", tmp_path / "spec.yaml", "--json", "--runs-dir", tmp_path)
+    estimate = json.loads(planned.stdout)["estimate"]
+    # then its time is there, every guess names its field, and prompts are as long as the rows'
+    assert estimate["unknown"] == [] and estimate["timeline"]["step_s"] > 0
+    sources = {each["name"]: (each["value"], each["source"]) for each in estimate["assumed"]}
+    assert sources["a validator"][1] == "a guess for CPUs: set verify.tokens_per_s"
+    source = "2 rows of problems, one character a token"
+    assert sources["mean prompt tokens"] == (6.0, source)
 
 
 def test_a_stale_plan_exits_4_with_what_changed(runs):

@@ -31,7 +31,7 @@ from runspec.local.state import RoleRow, RunState
 from sampler.tasks.traces import build_warm_start_data
 from tests.harness import ROOT, TARGET_SHORT
 from tests.runspec.cli.in_process import runspec
-from tests.runspec.local.fake_run import prepared, small_spec
+from tests.runspec.local.fake_run import ZERO, prepared, small_spec, store
 from tests.sampler.engine.models import save_version
 from tests.waiting import eventually
 
@@ -98,11 +98,13 @@ def test_a_run_that_trains_is_waited_for_described_and_paused(tmp_path):
         for words in (("resume",), ("rollback", "--to", "0", "--yes"), ("delete", "--yes")):
             refused = of(tmp_path, *words)
             assert refused.returncode == 5 and "the run is alive" in refused.stderr
+            assert f"`runspec pause {tmp_path / 'small'}`" in refused.stderr
         # when it is paused, then every role has ended in order and the state says so
         assert of(tmp_path, "pause").returncode == 0
         supervisor.communicate()
     seen = status(tmp_path)
     assert (seen["state"], seen["held_by"]) == ("paused", None)
+    assert {role["state"] for role in seen["roles"].values()} == {"stopped"}
     conditions = {each["type"]: each["status"] for each in seen["conditions"]}
     assert (conditions["Paused"], conditions["Alive"]) == ("True", "False")
     with closing(RunState(tmp_path / "small")) as state:
@@ -153,10 +155,37 @@ def test_a_finished_run_says_so_to_everyone(finished):
     for awaited, why in (("Ready", "the run is finished"), ("step=6", "the run has 5 steps")):
         never = of(finished, "wait", "--for", awaited)
         assert never.returncode == 1 and why in never.stderr
+    never = of(finished, "wait", "--for", "Ready", "--timeout", "soon")
+    assert never.returncode == 2 and "'--timeout': a duration with a unit was" in never.stderr
     # and whoever would go on or stop it
     for command, words in (("resume", "is finished: all 5 steps"), ("pause", "alive: finished")):
         done = of(finished, command)
         assert done.returncode == 0 and words in done.stdout
+
+
+def test_a_folder_of_runs_is_a_table_with_a_damaged_run_as_a_row_and_a_page(finished, tmp_path):
+    # given a finished run that was evaluated, a damaged one, and a folder that is no run
+    shutil.copytree(finished / "small", tmp_path / "small")
+    store(tmp_path / "small", ZERO)
+    write_atomic(tmp_path / "broken" / "spec.json", b"{}")
+    (tmp_path / "notes").mkdir()
+    # when they are listed, then the figures are there and the damaged file is named
+    found = json.loads(runspec("list", "--runs-dir", tmp_path, "--json").stdout)
+    assert [(row["run"], row["state"]) for row in found] == [
+        ("small", "finished"),
+        ("broken", "damaged"),
+    ]
+    assert {"step": 5, "steps": 5, "held_out": 0.25, "error": None}.items() <= found[0].items()
+    head, small, broken, error, *_ = runspec("list", tmp_path).stdout.splitlines()
+    assert head.split()[:2] == ["run", "state"] and max(map(len, (head, small, broken))) <= 80
+    assert small.split()[:3] == ["small", "finished", "5/5"] and "0.25" in small
+    place = tmp_path / "broken" / "spec.json"
+    assert error.startswith(f"broken: {place}: not a resolved run spec: version: Field required; ")
+    # and the page of the folder has those that can be read
+    page = tmp_path / "page.html"
+    assert runspec("dashboard", tmp_path, "--export", page).stdout == f"{page}: small\n"
+    for words in (("list", tmp_path / "none"), ("dashboard", tmp_path / "notes")):
+        assert runspec(*words).returncode == 1
 
 
 def test_events_and_logs_are_followed_as_they_come(finished, monkeypatch):
@@ -259,6 +288,13 @@ def test_the_end_of_a_run_names_the_model_and_what_is_missing(trained):
     (folder / "tokenizer.json").unlink()
     (folder / "model.safetensors").write_bytes(b"cut off")
     said = of(trained, "resume").stdout.partition("Trained model: ")[2].splitlines()
+    # and the last three lines name the page, how to talk to it, and how to export it
+    run = trained / "small"
+    assert said[-3].startswith(f"Report: {run / 'report.html'}")
+    assert said[-2:] == [
+        f"Talk to it: runspec chat {run}",
+        f"Export it: runspec export {run} small-model",
+    ]
     assert said[0].startswith("version 5")
     assert said[1].startswith(f"  it is damaged: {folder / 'model.safetensors'}")
     assert said[2] == "  it has no tokenizer.json"

@@ -6,10 +6,12 @@ import json
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from broadcast.layout import manifest_name
 from broadcast.manifest import WeightsManifest, sign_manifest
 from runspec.cli import follow
 from runspec.cli.follow import Follower, Versions
-from runspec.cli.serve import await_end, print_reply, served
+from runspec.cli.serve import await_end, print_reply, served, telling
 from runspec.core.errors import UserError
 from runspec.core.follow_protocol import Move, Reply, encode
 from runspec.core.run_files import weights_folder
@@ -193,3 +195,16 @@ def test_thinking_is_dim_and_what_cannot_be_printed_is_not(capsys):
     assert shown == "\033[2mso ?[31mlong</think>\033[0mpots\n\033[0m"
     print_reply(iter(pieces), dim=False)
     assert capsys.readouterr().out == "so ?[31mlong</think>pots\n"
+
+
+def test_who_waits_for_a_model_to_load_is_told_every_ten_seconds(tmp_path, monkeypatch, capsys):
+    # given a server that logs, and a clock
+    log, times = tmp_path / "0.log", iter((100.0, 105.0, 111.0, 112.0))
+    clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: next(times)})
+    monkeypatch.setattr("runspec.cli.serve.time", clock)
+    tell = telling("small@v5", log)
+    for line in ("", "loading \x1b[2J shards", ""):
+        log.write_text(line)
+        assert tell() == 0
+    # then its newest line is shown, as text
+    assert capsys.readouterr().err == "loading small@v5 for 11 s: loading ?[2J shards\n"

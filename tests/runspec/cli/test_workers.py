@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from runspec.cli.machines import Progress, progress_line
-from runspec.cli.workers import worker_rows, worker_table
+from runspec.cli.status import show_link
+from runspec.cli.workers import show_workers, worker_rows
 from runspec.core.address import JoinLink, parse_join_link, reachable
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
@@ -235,12 +235,34 @@ def test_a_run_never_started_has_no_workers_and_a_damaged_ledger_is_named(tmp_pa
     assert "it cannot be replayed: steps close in order" in done.stderr
 
 
-def test_workers_are_listed_by_credit_and_reasons_cannot_move_the_cursor(capsys):
+@pytest.mark.parametrize(
+    ("url", "trust", "shown"),
+    [
+        ("https://run.example.org", "untrusted", True), ("http://10.0.0.7:8000", "trusted", False),
+        ("http://127.0.0.1:8000", "untrusted", False), ("http://[::1]:80", "untrusted", False),
+    ],
+)  # fmt: skip
+def test_a_join_link_is_printed_where_strangers_can_and_may_use_it(
+    tmp_path, monkeypatch, capsys, url, trust, shown
+):
+    spec = tiny_spec()
+    pools = [pool.model_copy(update={"trust": trust}) for pool in spec.samplers]
+    link = JoinLink(url, spec.name, "0" * 64)
+    monkeypatch.setattr("runspec.cli.status.run_link", lambda run_dir, spec: link)
+    show_link(tmp_path, spec.model_copy(update={"samplers": pools}))
+    assert ("join with" in capsys.readouterr().out) == shown
+
+
+def test_workers_are_listed_by_credit_and_reasons_cannot_move_the_cursor(capsys, monkeypatch):
     worker = dict.fromkeys(("accepted_submissions", "rejected_submissions", "withheld_leases"), 1)
     worker |= {"pool": "near", "standing": "quarantined", "reputation": 0.5, "prefill_share": 1.0}
     worker |= {"alive": True, "reason": "format: \x1b[2J"}
     found = worker_rows([{**worker, "key": 64 * k, "accepted_tokens": int(k)} for k in "57"], [])
     assert [row["credits"] for row in found] == [7, 5]
-    Console(width=200).print(worker_table(found))
+    # and at 80 columns no word is cut
+    monkeypatch.setenv("COLUMNS", "80")
+    show_workers(found)
     out = capsys.readouterr().out
+    assert {"standing", "recomputed", "credits", "accepted,", "withheld"} < {*out.split()}
+    assert "55555555  near  quarantined 0.50  100%" in out and "1, 1, 1" in out
     assert "format: ?[2J" in out and "\x1b" not in out

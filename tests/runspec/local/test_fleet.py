@@ -141,7 +141,7 @@ class AnyRun(RuleBasedStateMachine):
         expected, outcome = State.BACKOFF, self.outcome
         if ending:
             finished = fleet.outcome == Outcome("finished")
-            expected = State.FINISHED if finished else State.WAITING
+            expected = State.FINISHED if finished else State.STOPPED
         elif (
             (code == 0 and name == "learner" and fleet.trained)
             or (code == 0 and name in LATE and (draining or fleet.sampled or fleet.trained))

@@ -29,12 +29,14 @@ from runspec.local.identity import Identity
 from runspec.local.machine import Facts, Machine, find_model, this_machine, tpu_chips
 from runspec.local.model_folders import link_model
 from runspec.local.planning import check_problems, make_plan
-from runspec.local.preflight import GIB, disk_bytes, missing
+from runspec.local.preflight import disk_bytes, missing
 from runspec.local.processes import PreparedRun, role_specs
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.core.schema.spec_files import SAMPLING, SPECS
 from tests.runspec.local.fake_run import ROOT, prepared, small_spec
 from tests.sampler.tasks.grading.plugin import install
+
+GIB = 2**30
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +73,7 @@ TRACKIO = "monitors=[{name: c, kind: trackio, python: /no/python}]"
     ("override", "facts", "expected"),
     [
         ("learner.hosts=2", {}, ""),  # a rehearsal
-        ("seed=1", {"free_bytes": lambda _: GIB // 4}, "checkpoints: about 0.5 GiB of disk needed"),
+        ("seed=1", {"free_bytes": lambda _: GIB // 4}, "checkpoints: about 561 MB of disk needed"),
         ("seed=1", lacks("transformers"), ""),
         ("verify.engine=torch", TORCH, "verify.engine: engine torch imports transformers, not"),
         ("seed=1", {"prefill_engines": ()}, "verify.engine: no prefill engine 'jax'; installed: "),

@@ -44,6 +44,7 @@ from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
 from sampler.tasks import traces
 from sampler.tasks.task_set import PromptCodec
 from tests.bridge.test_publisher import add_version
+from tests.harness import TARGET_SHORT
 from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
 from tests.runspec.cli.published import code_of_card, publish_run
 from tests.runspec.local.fake_run import ZERO, small_spec, store
@@ -258,6 +259,11 @@ def test_what_cannot_be_waited_for_is_refused_and_what_is_hopeless_known() -> No
 
 
 HEAVY = {"jax", "torch", "vllm", "matplotlib", "numpy", "pyarrow", "transformers", "httpx", "rich"}
+_LINT = f"""
+from runspec.cli import app
+app(["lint", {str(TARGET_SHORT)!r}], standalone_mode=False)
+assert not {{"runspec.simulate", "rich.table"}} & {{*sys.modules}}, "slow to import"
+"""
 
 
 @pytest.mark.parametrize(
@@ -268,6 +274,7 @@ HEAVY = {"jax", "torch", "vllm", "matplotlib", "numpy", "pyarrow", "transformers
             set(),
         ),
         ("import runspec.cli", {"rich"}),
+        (_LINT, {"rich"}),
     ],
 )
 def test_importing_runspec_pulls_in_nothing_heavy(statement: str, drawn: set[str]) -> None:

@@ -205,7 +205,7 @@ def test_a_second_request_kills_what_will_not_end(tmp_path: Path) -> None:
         roles = [*usual_roles(run), role("stubborn", run.directory)]
         outcome = drive_roles(run, roles, watch, stop_requests)
     assert outcome.kind == "interrupted"
-    assert ("stubborn", "killed by SIGKILL, waiting") in watch.events
+    assert ("stubborn", "killed by SIGKILL, stopped") in watch.events
 
 
 def test_a_spent_budget_ends_the_run_and_says_so(tmp_path: Path) -> None:

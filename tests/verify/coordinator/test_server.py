@@ -120,8 +120,11 @@ def test_requests_are_refused_by_who_asks_and_a_key_that_was_refused_is_not_regi
         with pytest.raises(SubmissionRefused, match="409, this key is a worker of pool 'near'"):
             stranger.register("far", {})
         # and a client believes only the root that it pins
-        for wrong in ({"root": site.validator.public_hex}, {"run": "other"}):
-            with pytest.raises(UserError, match="cannot be verified"):
+        for wrong, words in (
+            ({"root": site.validator.public_hex}, "this run has a new root.*\n.*the current link"),
+            ({"run": "other"}, "cannot be verified"),
+        ):
+            with pytest.raises(UserError, match=words):
                 site.client(SigningKey.generate(), **wrong).spec()
 
 
