@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -113,31 +113,6 @@ def _options(pool: SamplerPool, folder: Path) -> tuple[str, ...]:
     return tuple(options)
 
 
-def await_end(
-    server: subprocess.Popen[bytes],
-    stops: Callable[[], int],
-    failure: Callable[[], Exception | None] = lambda: None,
-) -> int:
-    """Wait for a stop request; return 0.
-
-    Args:
-        server: runs meanwhile.
-        stops: returns the number of stop requests.
-        failure: returns what else ends the wait; it is raised.
-
-    Raises:
-        UserError: the server ended by itself.
-    """
-    while not stops():
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(0.2)
-        if (error := failure()) is not None:
-            raise error
-        if server.returncode is not None and not stops():
-            raise server_failed(f"ended with exit code {server.returncode}")
-    return 0
-
-
 def server_failed(why: str, log: Path | None = None) -> UserError:
     """Return the error of a server that failed, with the end of its log."""
     said = "" if log is None else "".join(f"\n{line}" for line in last_lines(log, 20))
@@ -178,7 +153,7 @@ def serving(
         raise UserError(
             "vLLM is not installed here", place="serve", remedy=install_command("sampler-cuda")
         )
-    with tempfile.TemporaryDirectory(prefix="runspec-serve-") as temporary:
+    with socket_folder() as temporary:
         model, tokenizer = Path(temporary) / "model", Path(temporary) / "tokenizer"
         link_files(found.folder, model)
         if found.manifest is not None:
@@ -191,7 +166,8 @@ def serving(
         command += ["--tokenizer", str(tokenizer), "--served-model-name", *found.names]
         command += ["--host", host, "--port", str(port), *_options(found.pool, model)]
         on_cpu = found.pool.hardware.kind == "cpu"
-        variables = _QUIET | vllm_environment((), on_cpu=on_cpu, tensor=1)
+        # Its sockets and files of a moment are gone with this folder, however it ends.
+        variables = _QUIET | {"TMPDIR": temporary} | vllm_environment((), on_cpu=on_cpu, tensor=1)
         with ExitStack() as up:
             out = None if log is None else up.enter_context(log.open("wb"))
             process = subprocess.Popen(
@@ -206,6 +182,16 @@ def serving(
                 yield process
             finally:
                 end_group(process)
+
+
+def socket_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a temporary folder whose path leaves room for a socket's: 107 bytes are the most."""
+    usual = tempfile.gettempdir()
+    return tempfile.TemporaryDirectory(
+        prefix="runspec-serve-",
+        dir=usual if len(usual) < 47 else "/tmp",  # noqa: S108 - its owner alone may enter it
+        ignore_cleanup_errors=True,
+    )
 
 
 def free_port() -> int:
@@ -238,7 +224,8 @@ def await_server(
                 if connection.getresponse().status == 200:
                     return
             except (OSError, http.client.HTTPException):
-                time.sleep(_LOOK_S)
+                pass  # not yet
+        time.sleep(_LOOK_S)
     if stops():
         return
     ended = server.poll()
