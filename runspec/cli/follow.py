@@ -44,6 +44,7 @@ from runspec.core.http_server import serving as listening
 from runspec.core.run_files import PROBE_FILE, weights_folder
 from runspec.core.schema import RunSpec
 from runspec.local.backend import StopSignals
+from runspec.local.chat.accounts import FILE, Accounts
 from runspec.local.chat.front import LIMITS, Engine, Front, is_up
 from runspec.local.formatting import reported
 from runspec.local.model_folders import published_version
@@ -349,6 +350,20 @@ def _tell(front: Front, host: str, port: int, secret: str, vllms: Sequence[_Vllm
         print(f"page: {url}/" + (f"#token={secret}" if secret else ""), flush=True)
 
 
+def _manage(accounts: Accounts, revoke: str | None) -> int:
+    """Revoke an account, or print all; return the exit code.
+
+    Raises:
+        BadUsage: there is no such account.
+    """
+    if revoke is None:
+        for name, revoked, tokens in accounts.all():
+            print(f"{name:32}  {'revoked' if revoked else 'active':7}  {tokens:,} tokens today")
+    elif not accounts.revoke(revoke):
+        raise BadUsage(f"no account {revoke!r}", remedy="`--accounts` lists them")
+    return 0
+
+
 def serve_command(
     context: typer.Context,
     what: Annotated[str, typer.Argument(help="NAME, NAME@VERSION, or a Hugging Face directory.")],
@@ -365,6 +380,16 @@ def serve_command(
     beside: Annotated[
         str | None, typer.Option("--beside", help="Another version, which answers too.")
     ] = None,
+    register: Annotated[
+        bool, typer.Option("--register", help="People register; each has a key and a limit.")
+    ] = False,
+    day_tokens: Annotated[
+        int, typer.Option("--day-tokens", min=1, help="Tokens of an account a day.")
+    ] = 100_000,
+    accounts: Annotated[bool, typer.Option("--accounts", help="Lists the accounts.")] = False,
+    revoke: Annotated[
+        str | None, typer.Option("--revoke", help="Ends an account and its keys.")
+    ] = None,
     runs_dir: options.RunsDir = options.RUNS,
 ) -> int:
     """Serve until Ctrl-C or SIGTERM; return 0. Further options are those of vLLM's server.
@@ -373,6 +398,8 @@ def serve_command(
         UserError: vLLM is not installed, the files are not what was published, the server ended
             by itself, or it can load a version no more.
     """
+    if accounts or revoke is not None:
+        return _manage(Accounts(run_and_version(what, runs_dir)[0] / FILE), revoke)
     name = what.partition("@")[0]
     others = [] if beside is None else [f"{name}@{beside}" if beside.isdecimal() else beside]
     found = [served(each, runs_dir) for each in (what, *others)]
@@ -384,7 +411,10 @@ def serve_command(
             remedy="name the run, or leave out --follow",
         )
     run_dir = None if found[0].spec is None else run_and_version(what, runs_dir)[0]
-    secret = "" if is_loopback(host) else secrets.token_urlsafe(16)
+    if register and run_dir is None:
+        raise BadUsage("only a run has accounts", place=what, remedy="leave out --register")
+    known = Accounts(run_dir / FILE) if register and run_dir is not None else None
+    secret = "" if register or is_loopback(host) else secrets.token_urlsafe(16)
     with ExitStack() as up:
         folder, vllms = Path(up.enter_context(socket_folder())), list[_Vllm]()
         for number, each in enumerate(found):
@@ -394,6 +424,6 @@ def serve_command(
                 started = _following(run_dir, hold, *how)
             vllms.append(up.enter_context(started))
         engines = [each.engine for each in vllms]
-        front = Front(engines, token=secret, page=page)
+        front = Front(engines, token=secret, accounts=known, day_tokens=day_tokens, page=page)
         stops = up.enter_context(StopSignals())
         return asyncio.run(_answer(front, (host, port), secret, vllms, stops))

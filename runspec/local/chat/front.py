@@ -8,6 +8,7 @@ The front answers an allow-list of paths, of which none changes weights, adapter
 | `/v1/models`, `/v1/completions` | vLLM's |
 | `/v1/chat/completions` | vLLM's, with the thinking apart as `reasoning_content` |
 | `/` | the page, where it is wanted |
+| `/register`, `/login` | a key for a name and a password, where there are accounts |
 
 A chat request may have the field `target`. The messages then are the ones that training makes of a
 problem and a target length.
@@ -19,8 +20,11 @@ import asyncio
 import hmac
 import html
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +32,12 @@ import aiohttp
 from aiohttp import web
 
 from runspec.core.connection_limits import ConnectionLimits, connection_of
+from runspec.core.http_server import TokenBuckets, at_once, client_address
 from runspec.core.schema import RunSpec
 from runspec.core.schema.training import Data
 from runspec.lint import TokenizerFiles
 from runspec.lint.rules.data import opens_thinking, thinking_of
+from runspec.local.chat.accounts import Accounts, Refused
 from runspec.local.dashboard.page import html_page
 from runspec.local.dashboard.server import names_this_machine, not_kept
 
@@ -43,8 +49,15 @@ ANSWER_S = 600.0
 """Seconds without a byte from vLLM, after which a request has failed."""
 SEND_S = 60.0
 """Seconds for a client to take a piece of its answer."""
+AT_ONCE = 4
+"""Requests of one account at once."""
+MAX_ENTRY_BYTES = 4096
+"""Body of a request with name and password."""
+ATTEMPT_S, ATTEMPTS = 10.0, 10
+"""Attempts to log in or register, of one address or for one name, and seconds to regain one."""
 THINK, THINK_END = "<think>", "</think>"
 _HEALTH = "http://vllm/health"
+_OWN_MACHINE = [ip_network("127.0.0.0/8"), ip_network("::1/128")]
 _CHAT = "/v1/chat/completions"
 
 
@@ -123,11 +136,25 @@ class Front:
     Args:
         engines: vLLM's servers; the first one answers for names that no other has.
         token: that requests must bring as a Bearer key; empty: none.
+        accounts: whose keys requests must bring instead; None: none.
+        day_tokens: tokens of prompts and answers that an account may use a day.
         page: whether there is a page.
     """
 
-    def __init__(self, engines: Sequence[Engine], *, token: str = "", page: bool = False) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        *,
+        token: str = "",
+        accounts: Accounts | None = None,
+        day_tokens: int = 0,
+        page: bool = False,
+    ) -> None:
         self._engines, self._token, self.page = engines, token, page
+        self._accounts, self._day_tokens = accounts, day_tokens
+        self._open = not token and accounts is None
+        self._buckets, self._running = TokenBuckets(), Counter[Hashable]()
+        self._hashing = asyncio.Semaphore(2)
         self.ready = False
         """Whether all models are loaded."""
 
@@ -138,6 +165,8 @@ class Front:
         routes += [web.post(path, self._generate) for path in ("/v1/completions", _CHAT)]
         if self.page:
             routes.append(web.get("/", self._html))
+        if self._accounts is not None:
+            routes += [web.post(path, self._enter) for path in ("/register", "/login")]
         application.add_routes(routes)
         return application
 
@@ -147,18 +176,24 @@ class Front:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        if not self._token and not names_this_machine(request.host):
+        if self._open and not names_this_machine(request.host):
             raise web.HTTPForbidden(text="ask for localhost")
         return not_kept(await handler(request))
 
-    def _admit(self, request: web.Request) -> None:
-        """Refuse a request without the key, or before its time."""
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        given = key.encode(errors="surrogateescape")
-        if self._token and not hmac.compare_digest(given, self._token.encode()):
+    async def _admit(self, request: web.Request) -> str:
+        """Return the account whose key a request brings; empty without accounts."""
+        key, name = request.headers.get("Authorization", "").removeprefix("Bearer ").strip(), ""
+        if self._accounts is not None:
+            owner = await asyncio.to_thread(self._accounts.owner, key)
+            name, allowed = owner or "", owner is not None
+        else:
+            given = key.encode(errors="surrogateescape")
+            allowed = self._open or hmac.compare_digest(given, self._token.encode())
+        if not allowed:
             raise web.HTTPUnauthorized(text="a key is needed: Authorization: Bearer KEY")
         if not self.ready:
             raise web.HTTPServiceUnavailable(text="the model is being loaded; try again soon")
+        return name
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         return web.Response(status=200 if self.ready else 503)
@@ -168,15 +203,38 @@ class Front:
             {"model": e.names[-1], "run": e.data is not None, "targets": e.targets}
             for e in self._engines
         ]
+        data = {"sides": sides, "accounts": bool(self._accounts), "day_tokens": self._day_tokens}
         title = html.escape(" and ".join(engine.names[-1] for engine in self._engines))
         scripts, styles = ("text.js", "chat.js"), ("style.css", "chat.css")
-        page = html_page(
-            title, json.dumps({"sides": sides}), "'self'", "chat.html", scripts, styles
-        )
+        page = html_page(title, json.dumps(data), "'self'", "chat.html", scripts, styles)
         return web.Response(text=page, content_type="text/html")
 
+    async def _enter(self, request: web.Request) -> web.StreamResponse:
+        """Answer with a key for a name and a password."""
+        assert self._accounts is not None
+        if not 0 < (request.content_length or 0) <= MAX_ENTRY_BYTES:
+            raise web.HTTPRequestEntityTooLarge(MAX_ENTRY_BYTES, request.content_length or 0)
+        body = await _json_body(request)
+        name, password = str(body.get("name")), str(body.get("password"))
+        forwarded, now = request.headers.getall("X-Forwarded-For", []), time.monotonic()
+        for bucket in client_address(request.remote, forwarded, _OWN_MACHINE), ("name", name):
+            if self._buckets.wait_s(bucket, (ATTEMPTS - 1) * ATTEMPT_S, now):
+                raise web.HTTPTooManyRequests(text="too many attempts; try again in a minute")
+            self._buckets.take(bucket, ATTEMPT_S, now)
+        work: Callable[[str, str], str | None] = self._accounts.register
+        if request.path == "/login":
+            work = self._accounts.login
+        try:
+            async with self._hashing:
+                key = await asyncio.to_thread(work, name, password)
+        except Refused as error:
+            raise web.HTTPConflict(text=str(error)) from error
+        if key is None:
+            raise web.HTTPUnauthorized(text="no such name, or another password")
+        return web.json_response({"key": key})
+
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        self._admit(request)
+        await self._admit(request)
         found = []
         for engine in self._engines:
             async with _session(engine) as session, session.get("http://vllm/v1/models") as answer:
@@ -184,15 +242,32 @@ class Front:
         return web.json_response({"object": "list", "data": found})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        name = await self._admit(request)
+        if self._accounts is None:
+            return await self._pass_on(request, _Reply())
+        reply = _Reply()
+        with at_once(self._running, {name: AT_ONCE}) as allowed:
+            if not allowed:
+                raise web.HTTPTooManyRequests(text=f"an account has {AT_ONCE} requests at once")
+            if await asyncio.to_thread(self._accounts.spend, name, 0) >= self._day_tokens:
+                text = f"the {self._day_tokens} tokens of this day are used up"
+                raise web.HTTPTooManyRequests(text=text)
+            try:
+                return await self._pass_on(request, reply)
+            finally:
+                spent = asyncio.to_thread(self._accounts.spend, name, reply.tokens)
+                await asyncio.shield(spent)
+
+    async def _pass_on(self, request: web.Request, reply: _Reply) -> web.StreamResponse:
         """Let vLLM answer."""
-        self._admit(request)
         body = await _json_body(request)
         beside = self._engines[1:]
         engine = next((e for e in beside if body.get("model") in e.names), self._engines[0])
-        if request.path == _CHAT and (wrong := _prepare(body, engine)):
+        wrong = _prepare(body, engine) if request.path == _CHAT else None
+        wrong = wrong or (_too_much(body) if self._accounts else None)
+        if wrong is not None:
             raise web.HTTPBadRequest(text=wrong)
         options = body.get("stream_options")
-        reply = _Reply()
         reply.wanted = options if isinstance(options, dict) else {}
         kwargs = body.get("chat_template_kwargs")
         told_not = isinstance(kwargs, dict) and kwargs.get("enable_thinking") is False
@@ -228,9 +303,12 @@ class _Reply:
         self.wanted: Mapping[str, Any] = {}
         """The client's `stream_options`."""
         self._choices: dict[int, Thinking] = {}
+        self.tokens = 0
+        """Of the prompt and of the answer so far."""
 
     def take(self, event: dict[str, Any], part: str) -> None:
-        """Divide each choice's text; `part` is `message` or `delta`."""
+        """Count tokens, and divide each choice's text; `part` is `message` or `delta`."""
+        self.tokens = max(self.tokens, (event.get("usage") or {}).get("total_tokens") or 0)
         for choice in event.get("choices") or () if self.divides else ():
             text, last = choice[part].get("content"), choice.get("finish_reason") is not None
             if choice[part].get("reasoning"):  # vLLM itself divides: --reasoning-parser
@@ -269,6 +347,16 @@ def _prepare(body: dict[str, Any], engine: Engine) -> str | None:
                 body["messages"] = engine.data.prompt_messages(problem, target)
                 return None
     return "`target`, a number or null, is for a run's version and one message, a user's text"
+
+
+def _too_much(body: Mapping[str, Any]) -> str | None:
+    """Return why an account may not ask this: one request gives one answer, of bounded length."""
+    prompt = body.get("prompt", "")
+    is_tokens = isinstance(prompt, list) and all(type(each) is int for each in prompt)
+    several = any(body.get(field) not in (None, 1) for field in ("n", "best_of"))
+    if several or not (is_tokens or isinstance(prompt, str)) or body.get("use_beam_search"):
+        return "an account asks for one answer: no `n`, `best_of`, beam search, list of prompts"
+    return None
 
 
 async def _json_body(request: web.Request) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The front of `runspec serve`, and its page in a real browser, before a fake vLLM."""
+"""The front of `runspec serve`, its page in a real browser, and accounts, before a fake vLLM."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from queue import Queue
+from subprocess import CompletedProcess
 from typing import Any
 
 import httpx
@@ -19,7 +21,11 @@ from aiohttp import web
 
 from runspec.core.connection_limits import Observer, answering
 from runspec.core.http_server import serving
+from runspec.local.chat import front
+from runspec.local.chat.accounts import FILE, Accounts
 from runspec.local.chat.front import LIMITS, Engine, Front, Thinking
+from tests.runspec.cli.in_process import runspec
+from tests.runspec.cli.published import publish_run
 from tests.runspec.local.dashboard.test_browser import chrome  # noqa: F401 - a fixture
 from tests.runspec.local.fake_run import small_spec
 from tests.waiting import eventually
@@ -33,6 +39,7 @@ ANSWERS = {
 }
 """Tokens of an answer by the question; to any other one there is no end of tokens."""
 DATA = small_spec(RUN, 5).data
+PASSWORD = "correct horse battery"
 
 
 class FakeVllm:
@@ -179,6 +186,42 @@ def test_beyond_this_machine_a_key_is_needed():
         assert httpx.get(url).status_code == 200
 
 
+def test_accounts_have_keys_and_limits_and_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(front, "ATTEMPT_S", 1e6)  # ten attempts, and no further one
+    (run_dir := tmp_path / RUN).mkdir()
+    accounts = Accounts(run_dir / FILE)
+    assert (run_dir / FILE).stat().st_mode & 0o777 == 0o600
+    with fronted(accounts=accounts, day_tokens=20) as (url, _):
+
+        def enter(how: str, name: Any = "ada", password: Any = PASSWORD) -> httpx.Response:
+            return httpx.post(f"{url}/{how}", json={"name": name, "password": password})
+
+        key = enter("register").json()["key"]
+        assert enter("register", "ada").status_code == 409
+        assert enter("register", "\u0430da").status_code == enter("register", "x" * 40).status_code
+        assert enter("register", "short", "pass").status_code == 409
+        # a wrong password tells as little as a wrong name
+        wrong = [enter("login", "ada", PASSWORD + "."), enter("login", "bob")]
+        assert {(each.status_code, each.text) for each in wrong} == {(401, wrong[0].text)}
+        again = enter("login").json()["key"]
+        # when the tokens of the day are used up, then there is no more for either key
+        assert [ask(url, "sum", each).status_code for each in (key, again, key)] == [200, 200, 429]
+        assert ask(url, "sum", "no-key").status_code == 401
+        bob = enter("register", "bob").json()["key"]
+        assert ask(url, "sum", bob, n=8).status_code == 400
+        # when the operator ends an account, then its keys and its password are of no use
+        accounts.revoke("bob")
+        gone = enter("login", "bob")
+        assert ask(url, "sum", bob).status_code == 401
+        assert (gone.status_code, gone.text) == (401, wrong[0].text)
+        assert [tokens for *_, tokens in accounts.all()] == [28, 0]
+        # and whoever guesses on has to wait
+        assert enter("login", "eve").status_code == 429
+    # and nothing in the file is a key or a password
+    stored = (run_dir / FILE).read_bytes()
+    assert not any(secret.encode() in stored for secret in (key, again, bob, PASSWORD))
+
+
 @pytest.mark.slow
 def test_the_page_folds_thinking_stops_copies_and_follows(chrome) -> None:  # noqa: F811
     def text(selector: str) -> str:
@@ -238,3 +281,35 @@ def test_two_versions_answer_side_by_side_for_whoever_has_the_link(chrome) -> No
             refused = "a key is needed" in chrome.find_element("id", "trouble").text
             assert refused == (link == url)
         assert sorted(body["model"] for _, body in fake.asked) == [RUN, f"{RUN}@v0"]
+
+
+@pytest.mark.slow
+def test_the_page_registers_and_a_revoked_account_is_out(chrome, tmp_path) -> None:  # noqa: F811
+    accounts, field = Accounts(tmp_path / FILE), partial(chrome.find_element, "id")
+    with fronted(accounts=accounts, day_tokens=1000) as (url, _):
+        chrome.get(url)
+        assert not field("ask").is_displayed()
+        field("user").send_keys("ada")
+        field("password").send_keys(PASSWORD)
+        field("register").click()
+        eventually(field("ask").is_displayed, "registered", poll_s=0.1)
+        field("question").send_keys("sum\n")
+        eventually(lambda: "4 tokens" in field("talk").text, "the answer", poll_s=0.1)
+        accounts.revoke("ada")
+        field("question").send_keys("sum\n")
+        eventually(lambda: "a key is needed" in field("trouble").text, "logged out", poll_s=0.1)
+        field("password").send_keys(PASSWORD + "\n")
+        eventually(lambda: "no such name" in field("trouble").text, "no login", poll_s=0.1)
+
+
+def test_the_operator_lists_and_revokes(tmp_path):
+    run_dir = publish_run(tmp_path, 1)
+    (accounts := Accounts(run_dir / FILE)).register("ada", PASSWORD)
+    accounts.spend("ada", 1500)
+
+    def serve(*words: str) -> CompletedProcess[str]:
+        return runspec("serve", RUN, "--runs-dir", run_dir.parent, *words)
+
+    assert serve("--revoke", "ada").returncode == 0
+    assert serve("--accounts").stdout.split() == ["ada", "revoked", "1,500", "tokens", "today"]
+    assert "no account 'bob'" in serve("--revoke", "bob").stderr

@@ -3,7 +3,8 @@
 
 const PAGE = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
-const key = new URLSearchParams(location.hash.slice(1)).get("token");
+const link = new URLSearchParams(location.hash.slice(1)).get("token");
+let key = link ?? sessionStorage.getItem("key") ?? "";
 let stop = null;
 
 function trouble(error) {
@@ -14,6 +15,7 @@ async function post(path, body, signal) {
   const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
   const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
   if (answer.ok) return answer;
+  if (answer.status === 401 && PAGE.accounts) enter("");
   throw new Error(`${answer.status}: ${(await answer.text()).slice(0, 500)}`);
 }
 
@@ -96,6 +98,26 @@ async function send() {
   $("stop").disabled = !($("send").disabled = false);
 }
 
+/* Begin or end the use of an account's key. */
+function enter(given) {
+  key = given;
+  sessionStorage.setItem("key", key);
+  $("enter").hidden = Boolean(key);
+  $("leave").hidden = $("account").hidden = $("ask").hidden = !key;
+  $("account").replaceChildren(`${number(PAGE.day_tokens)} tokens a day. `, copies("Copy the key for the API", () => key));
+}
+
+async function logIn(path) {
+  try {
+    const answer = await post(path, { name: $("user").value, password: $("password").value });
+    $("password").value = "";
+    trouble("");
+    enter((await answer.json()).key);
+  } catch (error) {
+    trouble(error.message);
+  }
+}
+
 const targets = PAGE.sides.flatMap((side) => side.targets);
 if (targets.length) {
   Object.assign($("target"), { min: Math.min(...targets), max: Math.max(...targets), value: targets[targets.length >> 1] });
@@ -111,3 +133,12 @@ $("question").addEventListener("keydown", (event) => {
   event.preventDefault();
   send();
 });
+if (PAGE.accounts) {
+  $("register").addEventListener("click", () => logIn("register"));
+  $("enter").addEventListener("submit", (event) => {
+    event.preventDefault();
+    logIn("login");
+  });
+  $("leave").addEventListener("click", () => enter(""));
+  enter(key);
+}
