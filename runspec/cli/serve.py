@@ -34,6 +34,8 @@ from runspec.core.models.family import load_config
 from runspec.core.models.parameters import CPU_BLOCK_TOKENS, MAX_SEQUENCES, cpu_kv_bytes
 from runspec.core.schema import RunSpec, SamplerPool
 from runspec.core.schema.role_names import evaluator_pool
+from runspec.lint import TokenizerFiles
+from runspec.lint.rules.data import opens_thinking
 from runspec.local.backend import last_lines
 from runspec.local.machine import module_is_installed, vllm_environment
 from runspec.local.model_folders import published_version
@@ -113,6 +115,23 @@ def _options(pool: SamplerPool, folder: Path) -> tuple[str, ...]:
     return tuple(options)
 
 
+def _opening(spec: RunSpec | None, folder: Path) -> list[str]:
+    """Return vLLM's option for a template that opens the thinking, where only the run's prompts do.
+
+    Args:
+        spec: of the run.
+        folder: of the tokenizer; the template is written to it.
+    """
+    files = TokenizerFiles.read(folder)
+    opens = files is None or files.template is None or opens_thinking(files)
+    if spec is None or not spec.data.think_prefill or opens:
+        return []
+    path, opening = folder / "opening.jinja", "{% if add_generation_prompt %}{{ '<think>\\n' }}"
+    source = (files and files.template) or ""
+    path.write_text(source.removesuffix("\n") + opening + "{% endif %}")
+    return ["--chat-template", str(path)]
+
+
 def server_failed(why: str, log: Path | None = None) -> UserError:
     """Return the error of a server that failed, with the end of its log."""
     said = "" if log is None else "".join(f"\n{line}" for line in last_lines(log, 20))
@@ -164,6 +183,7 @@ def serving(
         link_files(model, tokenizer, only=TOKENIZER_NAMES)
         command = [sys.executable, "-m", SERVER, "--model", str(model)]
         command += ["--tokenizer", str(tokenizer), "--served-model-name", *found.names]
+        command += _opening(found.spec, tokenizer)
         command += ["--host", host, "--port", str(port), *_options(found.pool, model)]
         on_cpu = found.pool.hardware.kind == "cpu"
         # Its sockets and files of a moment are gone with this folder, however it ends.

@@ -20,7 +20,7 @@ from broadcast.layout import manifest_name
 from broadcast.manifest import WeightsManifest, sign_manifest
 from runspec.cli import follow
 from runspec.cli.follow import Follower, Versions
-from runspec.cli.serve import print_reply, served
+from runspec.cli.serve import _opening, link_files, print_reply, served
 from runspec.core.errors import UserError
 from runspec.core.follow_protocol import Move, Reply, encode
 from runspec.core.run_files import weights_folder
@@ -28,8 +28,10 @@ from runspec.core.schema.load import load_resolved
 from runspec.core.signed import SigningKey
 from runspec.local.chat.front import Engine, Front
 from runspec.local.model_folders import published_version
+from sampler.tasks.task_set import PromptCodec
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.cli.published import RUN, first_versions, flip_bit, publish_again, publish_run
+from tests.runspec.local.fake_run import small_spec
 from tests.waiting import eventually
 
 
@@ -80,6 +82,28 @@ def test_tampered_files_are_refused_before_anything_starts(run_dir):
     done = runspec("serve", RUN, "--runs-dir", run_dir.parent)
     assert done.returncode == 1
     assert "not version 1 of small" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_served_prompt_opens_the_thinking_where_the_run_does(run_dir, tmp_path):
+    link_files(weights_folder(run_dir) / "v1", folder := tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.unlink()  # a link
+
+    def prompt(template: str, *opened: str) -> str:
+        path.write_text(json.dumps({**config, "chat_template": template}))
+        data = small_spec(RUN, 5, *opened).data
+        return PromptCodec.read(folder, data).prompt_text("dog", 8)
+
+    # given a run whose template does not open it
+    opened = "data.think_prefill=true"
+    trained = prompt("{% for m in messages %}{{ m['content'] }}{% endfor %}\n", opened)
+    # then the template that vLLM is given does
+    option, written = _opening(small_spec(RUN, 5, opened), folder)
+    assert option == "--chat-template" and trained.endswith("<think>\n")
+    assert prompt(Path(written).read_text()) == trained
+    # and one that opens it stays
+    assert _opening(small_spec(RUN, 5, opened), folder) == []
 
 
 def test_a_command_says_what_it_waits_for_and_ends_with_its_server_a_failure_or_a_stop(
