@@ -6,16 +6,20 @@ loads weights in place. This process finds versions and checks their files.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import secrets
 import shutil
 import socket
-import tempfile
+import subprocess
 import threading
-from collections.abc import Sequence
-from contextlib import closing, suppress
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,12 +27,25 @@ from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import WeightsManifest
 from runspec.cli import options
 from runspec.cli.runs import run_and_version
-from runspec.cli.serve import await_end, link_files, served, serving
+from runspec.cli.serve import (
+    HOST,
+    Served,
+    link_files,
+    served,
+    server_failed,
+    serving,
+    socket_folder,
+)
+from runspec.core.address import is_loopback
+from runspec.core.connection_limits import Observer, answering
 from runspec.core.errors import BadUsage, UserError, one_line
 from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode
+from runspec.core.http_server import serving as listening
 from runspec.core.run_files import PROBE_FILE, weights_folder
 from runspec.core.schema import RunSpec
 from runspec.local.backend import StopSignals
+from runspec.local.chat.accounts import FILE, Accounts
+from runspec.local.chat.front import LIMITS, Engine, Front, is_up
 from runspec.local.formatting import reported
 from runspec.local.model_folders import published_version
 
@@ -39,6 +56,10 @@ START_S = 3600.0
 MOVE_S = 660.0
 """Seconds for an answer to a move, beside those that requests are held: more than the server
 gives the engine to load it."""
+TELL_S = 10.0
+"""Seconds between two lines that say what is waited for."""
+LOOK_S = 0.2
+_log = logging.getLogger(__name__)
 _IN_SERVER = (
     *("--middleware", "sampler.engine.version_switch.VersionSwitch"),
     *("--worker-extension-cls", "sampler.engine.worker_extension.SamplerExtension"),
@@ -210,53 +231,137 @@ class Follower(threading.Thread):
         return reply
 
 
-def follow_newest(
-    what: str, host: str, port: int, hold_s: float, more: Sequence[str], runs_dir: Path
-) -> int:
-    """Serve the newest version of a run until Ctrl-C or SIGTERM; return 0.
+@dataclass(frozen=True)
+class _Vllm:
+    """A server of vLLM that was started."""
+
+    names: tuple[str, ...]
+    engine: Engine
+    process: subprocess.Popen[bytes]
+    log: Path
+    follower: Follower | None = None
+
+    def check(self) -> None:
+        """Raise the error that ended the server, or what follows the run."""
+        if self.follower is not None and self.follower.error is not None:
+            raise self.follower.error
+        if (code := self.process.poll()) is not None:
+            raise server_failed(f"ended with exit code {code}", self.log)
+
+
+@contextmanager
+def _loading(
+    found: Served, folder: Path, words: Sequence[str], shared: bool, **how: Any
+) -> Iterator[_Vllm]:
+    """Start vLLM at a socket that only this user reaches.
 
     Args:
-        what: name of the run.
-        host, port: where to listen.
-        hold_s: longest time that new requests wait for those under way before a move.
-        more: further options of vLLM's server.
-        runs_dir: folder of runs.
-
-    Raises:
-        UserError: as `serve_command`, or the server can load a version no more.
+        found: what it serves.
+        folder: of the socket and the log; it is made.
+        words: options of vLLM.
+        shared: whether another one has a part of the memory.
+        how: options of `serving`.
     """
-    found = served(what, runs_dir)
-    if found.manifest is None or len(found.names) == 1:
-        raise BadUsage(
-            "only the newest version of a run can be followed",
-            place=what,
-            remedy="name the run, or leave out --follow",
-        )
-    run_dir, spec, _ = run_and_version(what, runs_dir)
-    ours, servers = socket.socketpair()
-    settings = Settings(servers.fileno(), spec.name, found.manifest.version, hold_s)
+    folder.mkdir()
+    at, log = folder / "vllm", folder / "log"
+    more = ["--uds", str(at), "--uvicorn-log-level", "warning", *words]
+    if shared and found.pool.hardware.kind != "cpu":  # vLLM's default is nearly all of it
+        more = ["--gpu-memory-utilization", "0.45", *more]
+    engine = Engine.of(found.names, found.folder, at, found.spec)
+    with serving(found, HOST, 0, more, log, **how) as process:
+        yield _Vllm(found.names, engine, process, log)
+
+
+@contextmanager
+def _following(
+    run_dir: Path, hold_s: float, found: Served, folder: Path, words: Sequence[str], shared: bool
+) -> Iterator[_Vllm]:
+    """Start vLLM as `_loading` does, and take it to each new version of the run."""
+    assert found.spec is not None and found.manifest is not None
+    spec, own = found.spec, folder.with_name("versions")
+    own.mkdir()
+    ours, theirs = socket.socketpair()
+    settings = Settings(theirs.fileno(), spec.name, found.manifest.version, hold_s)
+    variables = {VARIABLE: json.dumps(asdict(settings))}
+    how = {"environment": variables, "descriptors": [theirs.fileno()]}
     with (
-        tempfile.TemporaryDirectory(prefix="runspec-follow-", ignore_cleanup_errors=True) as own,
-        closing(servers),
-        serving(
-            found,
-            host,
-            port,
-            [*_IN_SERVER, *more],
-            environment={VARIABLE: json.dumps(asdict(settings))},
-            descriptors=[servers.fileno()],
-        ) as server,
-        StopSignals() as stops,
+        closing(theirs),
+        _loading(found, folder, [*_IN_SERVER, *words], shared, **how) as vllm,
     ):
-        servers.close()  # the server's copy is the only one: its end ends the follower
-        follower = Follower(Versions(run_dir, spec, found.manifest, Path(own)), ours, hold_s)
+        theirs.close()  # the server's copy is the only one: its end ends the follower
+        follower = Follower(Versions(run_dir, spec, found.manifest, own), ours, hold_s)
         follower.start()
-        first = f"{spec.name}, now version {found.manifest.version}"
-        print(f"{first}, at http://{host}:{port}/v1", flush=True)
         try:
-            return await_end(server, stops, lambda: follower.error)
+            engine = replace(vllm.engine, names=(spec.name,))  # the version changes
+            yield replace(vllm, engine=engine, follower=follower)
         finally:
             follower.end()
+
+
+async def _answer(
+    front: Front, at: tuple[str, int], secret: str, vllms: Sequence[_Vllm], stops: Callable[[], int]
+) -> int:
+    """Answer at an address until somebody stops it; return 0.
+
+    Args:
+        front: answers.
+        at: host and port.
+        secret: what the link to the page ends with.
+        vllms: servers, which may still load.
+        stops: ends it.
+
+    Raises:
+        UserError: the port is taken, or a server ended or is not up in time.
+    """
+    application = front.application()
+    application.middlewares.insert(0, answering)
+    async with listening(application, at, LIMITS, Observer(), _log) as (port, _):
+        begun = told = time.monotonic()
+        waits = list(vllms)
+        while not stops():
+            for each in vllms:
+                each.check()
+            now = time.monotonic()
+            if waits and await is_up(waits[0].engine):
+                waits.pop(0)
+                if not waits:
+                    _tell(front, at[0], port, secret, vllms)
+            elif waits and now - begun > START_S:
+                raise server_failed(f"is not up in {START_S:g} s", waits[0].log)
+            elif waits and now - told >= TELL_S:
+                told = now
+                what = f"vLLM loads {waits[0].names[-1]}: {now - begun:.0f} s so far"
+                print(f"{what}; it writes to {waits[0].log}", flush=True)
+            await asyncio.sleep(LOOK_S)
+    return 0
+
+
+def _tell(front: Front, host: str, port: int, secret: str, vllms: Sequence[_Vllm]) -> None:
+    front.ready = True
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    for each in vllms:
+        names = " and ".join(each.names)
+        if each.follower is not None:
+            names = f"{each.names[0]}, now version {each.names[1].rpartition('v')[2]},"
+        print(f"ready: {names} at {url}/v1", flush=True)
+    if secret:
+        print(f"key: {secret} (Authorization: Bearer KEY)", flush=True)
+    if front.page:
+        print(f"page: {url}/" + (f"#token={secret}" if secret else ""), flush=True)
+
+
+def _manage(accounts: Accounts, revoke: str | None) -> int:
+    """Revoke an account, or print all; return the exit code.
+
+    Raises:
+        BadUsage: there is no such account.
+    """
+    if revoke is None:
+        for name, revoked, tokens in accounts.all():
+            print(f"{name:32}  {'revoked' if revoked else 'active':7}  {tokens:,} tokens today")
+    elif not accounts.revoke(revoke):
+        raise BadUsage(f"no account {revoke!r}", remedy="`--accounts` lists them")
+    return 0
 
 
 def serve_command(
@@ -271,17 +376,54 @@ def serve_command(
         float,
         typer.Option("--hold", min=0.1, help="Seconds that requests wait at most before a move."),
     ] = 60.0,
+    page: Annotated[bool, typer.Option("--page", help="A page to talk to the model, too.")] = False,
+    beside: Annotated[
+        str | None, typer.Option("--beside", help="Another version, which answers too.")
+    ] = None,
+    register: Annotated[
+        bool, typer.Option("--register", help="People register; each has a key and a limit.")
+    ] = False,
+    day_tokens: Annotated[
+        int, typer.Option("--day-tokens", min=1, help="Tokens of an account a day.")
+    ] = 100_000,
+    accounts: Annotated[bool, typer.Option("--accounts", help="Lists the accounts.")] = False,
+    revoke: Annotated[
+        str | None, typer.Option("--revoke", help="Ends an account and its keys.")
+    ] = None,
     runs_dir: options.RunsDir = options.RUNS,
 ) -> int:
     """Serve until Ctrl-C or SIGTERM; return 0. Further options are those of vLLM's server.
 
     Raises:
-        UserError: vLLM is not installed, the files are not what was published, or the server ended
-            by itself.
+        UserError: vLLM is not installed, the files are not what was published, the server ended
+            by itself, or it can load a version no more.
     """
-    if follow:
-        return follow_newest(what, host, port, hold, context.args, runs_dir)
-    found = served(what, runs_dir)
-    with serving(found, host, port, context.args) as server, StopSignals() as stops:
-        print(f"{' and '.join(found.names)} at http://{host}:{port}/v1", flush=True)
-        return await_end(server, stops)
+    if accounts or revoke is not None:
+        return _manage(Accounts(run_and_version(what, runs_dir)[0] / FILE), revoke)
+    name = what.partition("@")[0]
+    others = [] if beside is None else [f"{name}@{beside}" if beside.isdecimal() else beside]
+    found = [served(each, runs_dir) for each in (what, *others)]
+    found = [replace(each, spec=each.spec or found[0].spec) for each in found]  # same questions
+    if follow and len(found[0].names) == 1:
+        raise BadUsage(
+            "only the newest version of a run can be followed",
+            place=what,
+            remedy="name the run, or leave out --follow",
+        )
+    run_dir = None if found[0].spec is None else run_and_version(what, runs_dir)[0]
+    if register and run_dir is None:
+        raise BadUsage("only a run has accounts", place=what, remedy="leave out --register")
+    known = Accounts(run_dir / FILE) if register and run_dir is not None else None
+    secret = "" if register or is_loopback(host) else secrets.token_urlsafe(16)
+    with ExitStack() as up:
+        folder, vllms = Path(up.enter_context(socket_folder())), list[_Vllm]()
+        for number, each in enumerate(found):
+            how = (each, folder / str(number), context.args, len(found) > 1)
+            started = _loading(*how)
+            if follow and number == 0 and run_dir is not None:
+                started = _following(run_dir, hold, *how)
+            vllms.append(up.enter_context(started))
+        engines = [each.engine for each in vllms]
+        front = Front(engines, token=secret, accounts=known, day_tokens=day_tokens, page=page)
+        stops = up.enter_context(StopSignals())
+        return asyncio.run(_answer(front, (host, port), secret, vllms, stops))

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -34,6 +34,8 @@ from runspec.core.models.family import load_config
 from runspec.core.models.parameters import CPU_BLOCK_TOKENS, MAX_SEQUENCES, cpu_kv_bytes
 from runspec.core.schema import RunSpec, SamplerPool
 from runspec.core.schema.role_names import evaluator_pool
+from runspec.lint import TokenizerFiles
+from runspec.lint.rules.data import opens_thinking
 from runspec.local.backend import last_lines
 from runspec.local.machine import module_is_installed, vllm_environment
 from runspec.local.model_folders import published_version
@@ -114,29 +116,21 @@ def _options(pool: SamplerPool, folder: Path) -> tuple[str, ...]:
     return tuple(options)
 
 
-def await_end(
-    server: subprocess.Popen[bytes],
-    stops: Callable[[], int],
-    failure: Callable[[], Exception | None] = lambda: None,
-) -> int:
-    """Wait for a stop request; return 0.
+def _opening(spec: RunSpec | None, folder: Path) -> list[str]:
+    """Return vLLM's option for a template that opens the thinking, where only the run's prompts do.
 
     Args:
-        server: runs meanwhile.
-        stops: returns the number of stop requests.
-        failure: returns what else ends the wait; it is raised.
-
-    Raises:
-        UserError: the server ended by itself.
+        spec: of the run.
+        folder: of the tokenizer; the template is written to it.
     """
-    while not stops():
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(0.2)
-        if (error := failure()) is not None:
-            raise error
-        if server.returncode is not None and not stops():
-            raise server_failed(f"ended with exit code {server.returncode}")
-    return 0
+    files = TokenizerFiles.read(folder)
+    opens = files is None or files.template is None or opens_thinking(files)
+    if spec is None or not spec.data.think_prefill or opens:
+        return []
+    path, opening = folder / "opening.jinja", "{% if add_generation_prompt %}{{ '<think>\\n' }}"
+    source = (files and files.template) or ""
+    path.write_text(source.removesuffix("\n") + opening + "{% endif %}")
+    return ["--chat-template", str(path)]
 
 
 def server_failed(why: str, log: Path | None = None) -> UserError:
@@ -179,7 +173,7 @@ def serving(
         raise UserError(
             "vLLM is not installed here", place="serve", remedy=install_command("sampler-cuda")
         )
-    with tempfile.TemporaryDirectory(prefix="runspec-serve-") as temporary:
+    with socket_folder() as temporary:
         model, tokenizer = Path(temporary) / "model", Path(temporary) / "tokenizer"
         link_files(found.folder, model)
         if found.manifest is not None:
@@ -190,9 +184,11 @@ def serving(
         link_files(model, tokenizer, only=TOKENIZER_NAMES)
         command = [sys.executable, "-m", SERVER, "--model", str(model)]
         command += ["--tokenizer", str(tokenizer), "--served-model-name", *found.names]
+        command += _opening(found.spec, tokenizer)
         command += ["--host", host, "--port", str(port), *_options(found.pool, model)]
         on_cpu = found.pool.hardware.kind == "cpu"
-        variables = _QUIET | vllm_environment((), on_cpu=on_cpu, tensor=1)
+        # Its sockets and files of a moment are gone with this folder, however it ends.
+        variables = _QUIET | {"TMPDIR": temporary} | vllm_environment((), on_cpu=on_cpu, tensor=1)
         with ExitStack() as up:
             out = None if log is None else up.enter_context(log.open("wb"))
             process = subprocess.Popen(
@@ -207,6 +203,16 @@ def serving(
                 yield process
             finally:
                 end_group(process)
+
+
+def socket_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a temporary folder whose path leaves room for a socket's: 107 bytes are the most."""
+    usual = tempfile.gettempdir()
+    return tempfile.TemporaryDirectory(
+        prefix="runspec-serve-",
+        dir=usual if len(usual) < 47 else "/tmp",  # noqa: S108 - its owner alone may enter it
+        ignore_cleanup_errors=True,
+    )
 
 
 def free_port() -> int:
@@ -239,7 +245,8 @@ def await_server(
                 if connection.getresponse().status == 200:
                     return
             except (OSError, http.client.HTTPException):
-                time.sleep(_LOOK_S)
+                pass  # not yet
+        time.sleep(_LOOK_S)
     if stops():
         return
     ended = server.poll()

@@ -296,7 +296,9 @@ _ROOM = 2_000
 
 def live_page(names: Sequence[str]) -> str:
     """Return the page that asks its server for the runs of these names, in order."""
-    return _page(" and ".join(names), json.dumps({"live": True, "names": list(names)}), "'self'")
+    return html_page(
+        " and ".join(names), json.dumps({"live": True, "names": list(names)}), "'self'"
+    )
 
 
 def exported_page(views: Sequence[PageData], most: int = MAX_EXPORT_BYTES) -> str:
@@ -309,7 +311,7 @@ def exported_page(views: Sequence[PageData], most: int = MAX_EXPORT_BYTES) -> st
     Raises:
         UserError: a file cannot be read.
     """
-    frame = len(_page("", "", "'none'").encode()) + _ROOM
+    frame = len(html_page("", "", "'none'").encode()) + _ROOM
     # All but the rollouts, of which the ones that fit are added.
     known = [dict.fromkeys(("rollouts",), view.rollouts.revision) for view in views]
     runs = [json.loads(view.answer(at)) for view, at in zip(views, known, strict=True)]
@@ -317,7 +319,7 @@ def exported_page(views: Sequence[PageData], most: int = MAX_EXPORT_BYTES) -> st
     for view, run in zip(views, runs, strict=True):
         _add_rollouts(view, run, left // len(views))
     data = _json({"live": False, "names": [view.name for view in views], "runs": runs})
-    return _page(" and ".join(view.name for view in views), data, "'none'")
+    return html_page(" and ".join(view.name for view in views), data, "'none'")
 
 
 def _add_rollouts(view: PageData, run: dict[str, Any], room: int) -> None:
@@ -364,20 +366,35 @@ def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _page(title: str, data: str, connect: str) -> str:
-    scripts = [_file(name) for name in SCRIPTS]
-    hashes = (hashlib.sha256(script.encode()).digest() for script in scripts)
+def html_page(
+    title: str,
+    data: str,
+    connect: str,
+    frame: str = "page.html",
+    scripts: Sequence[str] = SCRIPTS,
+    styles: Sequence[str] = STYLES,
+) -> str:
+    """Return a page as one document, which may load nothing.
+
+    Args:
+        title: as HTML.
+        data: JSON that its scripts read.
+        connect: whom the scripts may ask, as the content security policy names it.
+        frame, scripts, styles: files of the folder `page`.
+    """
+    texts = [_file(name) for name in scripts]
+    hashes = (hashlib.sha256(script.encode()).digest() for script in texts)
     digests = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in hashes)
     policy = (
         f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; "
         f"img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-    return Template(_file("page.html")).substitute(
+    return Template(_file(frame)).substitute(
         policy=policy,
         title=title,
-        style="\n".join(map(_file, STYLES)),
+        style="\n".join(map(_file, styles)),
         data=data.replace("<", "\\u003c"),
-        scripts="".join(f"<script>{script}</script>\n" for script in scripts),
+        scripts="".join(f"<script>{script}</script>\n" for script in texts),
     )
 
 

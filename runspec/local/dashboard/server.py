@@ -33,6 +33,19 @@ _log = logging.getLogger(__name__)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+def names_this_machine(host: str) -> bool:
+    """Return whether a request's Host is this machine; a foreign name may be a foreign page's."""
+    return host in _HOSTS or host.rpartition(":")[0] in _HOSTS
+
+
+def not_kept(answer: web.StreamResponse) -> web.StreamResponse:
+    """Return an answer with headers by which browsers neither store it nor guess what it is."""
+    answer.headers["Cache-Control"] = "no-store"
+    answer.headers["X-Content-Type-Options"] = "nosniff"
+    answer.headers["Referrer-Policy"] = "no-referrer"
+    return answer
+
+
 class Dashboard:
     """The page's endpoints.
 
@@ -60,18 +73,13 @@ class Dashboard:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        host = request.host.rpartition(":")[0] or request.host
-        if self._token is None and host not in _HOSTS and request.host not in _HOSTS:
+        if self._token is None and not names_this_machine(request.host):
             raise web.HTTPForbidden(text="ask for localhost\n")
         given = request.headers.get(TOKEN, "").encode(errors="surrogateescape")
         allowed = self._token is None or hmac.compare_digest(given, self._token.encode())
         if request.path != "/" and not allowed:
             raise web.HTTPUnauthorized(text="a token is needed\n")
-        answer = await handler(request)
-        answer.headers["Cache-Control"] = "no-store"
-        answer.headers["X-Content-Type-Options"] = "nosniff"
-        answer.headers["Referrer-Policy"] = "no-referrer"
-        return answer
+        return not_kept(await handler(request))
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
         page = live_page([view.name for view in self._views])

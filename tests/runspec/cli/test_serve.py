@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import socket
@@ -20,15 +21,18 @@ from broadcast.layout import manifest_name
 from broadcast.manifest import WeightsManifest, sign_manifest
 from runspec.cli import follow
 from runspec.cli.follow import Follower, Versions
-from runspec.cli.serve import await_end, print_reply, served, telling
+from runspec.cli.serve import _opening, await_end, link_files, print_reply, served, telling
 from runspec.core.errors import UserError
 from runspec.core.follow_protocol import Move, Reply, encode
 from runspec.core.run_files import weights_folder
 from runspec.core.schema.load import load_resolved
 from runspec.core.signed import SigningKey
+from runspec.local.chat.front import Engine, Front
 from runspec.local.model_folders import published_version
+from sampler.tasks.task_set import PromptCodec
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.cli.published import RUN, first_versions, flip_bit, publish_again, publish_run
+from tests.runspec.local.fake_run import small_spec
 from tests.waiting import eventually
 
 
@@ -81,13 +85,47 @@ def test_tampered_files_are_refused_before_anything_starts(run_dir):
     assert "not version 1 of small" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_command_ends_with_its_server_a_failure_or_a_stop():
+def test_a_served_prompt_opens_the_thinking_where_the_run_does(run_dir, tmp_path):
+    link_files(weights_folder(run_dir) / "v1", folder := tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.unlink()  # a link
+
+    def prompt(template: str, *opened: str) -> str:
+        path.write_text(json.dumps({**config, "chat_template": template}))
+        data = small_spec(RUN, 5, *opened).data
+        return PromptCodec.read(folder, data).prompt_text("dog", 8)
+
+    # given a run whose template does not open it
+    opened = "data.think_prefill=true"
+    trained = prompt("{% for m in messages %}{{ m['content'] }}{% endfor %}\n", opened)
+    # then the template that vLLM is given does
+    option, written = _opening(small_spec(RUN, 5, opened), folder)
+    assert option == "--chat-template" and trained.endswith("<think>\n")
+    assert prompt(Path(written).read_text()) == trained
+    # and one that opens it stays
+    assert _opening(small_spec(RUN, 5, opened), folder) == []
+
+
+def test_a_command_says_what_it_waits_for_and_ends_with_its_server_a_failure_or_a_stop(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(follow, "TELL_S", 0.0)
+    (tmp_path / "log").write_text("out of memory")
+    engine = Engine((RUN,), tmp_path / "vllm", None, thinks=False, opened=False, targets=())
+
+    def answer(server: Any, stops: Any, follower: Any = None) -> int:
+        vllm = follow._Vllm((RUN,), engine, server, tmp_path / "log", follower)
+        at = ("127.0.0.1", 0)
+        return asyncio.run(follow._answer(Front([engine]), at, "", [vllm], stops))
+
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as server:
-        assert await_end(server, lambda: 1) == 0
+        assert answer(server, lambda: 1) == 0
+        assert answer(server, lambda: "vLLM loads small: 0 s" in capsys.readouterr().out) == 0
         with pytest.raises(UserError, match="no more"):
-            await_end(server, lambda: 0, lambda: UserError("no more"))
-    with pytest.raises(UserError, match="the server ended with exit code 0"):
-        await_end(server, lambda: 0)
+            answer(server, lambda: 0, SimpleNamespace(error=UserError("no more")))
+    with pytest.raises(UserError, match="the server ended with exit code 0\nout of memory"):
+        answer(server, lambda: 0)
 
 
 def test_the_newest_version_is_next_once_its_manifest_is_here(complete, run_dir, versions):

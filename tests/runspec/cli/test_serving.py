@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from runspec.cli.evaluation_suites import ROWS
 from runspec.cli.follow import serve_command
 from runspec.cli.serve import HOST, await_server
 from runspec.core.run_files import weights_folder
+from runspec.core.schema.load import load_resolved
 from runspec.local.endpoints import port_answers
 from sampler.tasks.traces import build_warm_start_data
 from tests.harness import ROOT, free_port
@@ -136,8 +138,8 @@ def test_a_server_answers_what_vllm_answers_without_one(tmp_path, forked):
         url = f"http://{HOST}:{port}"
         try:
             eventually(
-                lambda: port_answers(HOST, port),
-                "it listens",
+                lambda: port_answers(HOST, port) and httpx.get(f"{url}/health").is_success,
+                "it answers",
                 hopeless=lambda: "the server ended" if ended.is_set() else "",
                 context=forked.read_text,
             )
@@ -165,6 +167,38 @@ def test_a_server_answers_what_vllm_answers_without_one(tmp_path, forked):
             ended.set()
     # then the newest version has both names, under which it gives the same tokens, and no other
     assert answered.result() == ([RUN, f"{RUN}@v{FIRST}"], expected * 2, 404)
+
+
+@pytest.mark.nightly
+def test_the_command_shows_its_own_words_and_leaves_nothing(tmp_path):
+    # given a run whose model writes </think>, a special token, or not, as it likes
+    run_dir, port, log = publish_run(tmp_path, FIRST), free_port(), tmp_path / "log"
+    url, temporary = f"http://{HOST}:{port}", Path(tempfile.mkdtemp())  # its path is short
+    command = [sys.executable, "-m", "runspec", "serve", RUN, "--page", "--port", str(port)]
+    command += ["--runs-dir", str(run_dir.parent)]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with log.open("wb") as out:
+        server = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, env=environment)
+    await_server(server, port, log)
+    # when it is asked by the words of training, as a chat and as plain text
+    how = {"model": RUN, "temperature": 0.0, "max_tokens": TOKENS}
+    prompt = f"{load_resolved(run_dir).data.prompt_messages('dog', 8)[-1]['content']}\n<think>"
+    plain = {**how, "prompt": prompt, "skip_special_tokens": False}
+    raw = httpx.post(f"{url}/v1/completions", json=plain, timeout=600.0).json()["choices"][0]
+    body = {**how, "messages": [{"role": "user", "content": "dog"}], "target": 8}
+    found = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=600.0).json()["choices"][0]
+    # then the tokens are the same, and the thinking is apart
+    thought, _, rest = raw["text"].partition("</think>")
+    message = found["message"]
+    assert (message.get("reasoning_content", ""), message["content"] or "") == (thought, rest)
+    assert "<textarea" in httpx.get(url).text
+    # when Ctrl-C ends it, then nothing but its own words was printed, and no file is left
+    server.send_signal(signal.SIGINT)
+    assert server.wait() == 0
+    lines = log.read_text().splitlines()
+    assert {line.partition(" ")[0] for line in lines} <= {"vLLM", "ready:", "page:"}, lines
+    assert lines[-2:] == [f"ready: {RUN} and {RUN}@v0 at {url}/v1", f"page: {url}/"]
+    temporary.rmdir()
 
 
 def test_a_suite_is_asked_of_any_model(tmp_path, forked):
