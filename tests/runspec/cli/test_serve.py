@@ -21,7 +21,7 @@ from broadcast.layout import manifest_name
 from broadcast.manifest import WeightsManifest, sign_manifest
 from runspec.cli import follow
 from runspec.cli.follow import Follower, Versions
-from runspec.cli.serve import _opening, await_end, link_files, print_reply, served, telling
+from runspec.cli.serve import _opening, link_files, print_reply, served, telling
 from runspec.core.errors import UserError
 from runspec.core.follow_protocol import Move, Reply, encode
 from runspec.core.run_files import weights_folder
