@@ -14,7 +14,9 @@ import sys
 from pathlib import Path
 
 NAMES = sorted(
-    p.stem for p in Path(__file__).parent.glob("[a-z]*.py") if p.stem not in ("checkouts", "runs")
+    p.stem
+    for p in Path(__file__).parent.glob("[a-z]*.py")
+    if p.stem not in ("checkouts", "pictures", "runs")
 )
 NAMED_ONLY = (
     "attack_detection",

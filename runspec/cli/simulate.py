@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
@@ -109,10 +110,22 @@ def page(name: str, result: Result) -> str:
             bottom=0.0,
         ),
     )
-    drawn = "\n".join(f"<h2>{figure.title}</h2>\n{draw(figure)}" for figure in figures)
+    drawn = "\n".join(
+        f"<figure><h2>{figure.title}</h2>\n{draw(figure)}</figure>" for figure in figures
+    )
     title = html.escape(f"{name}, simulated with seed {result.seed}")
-    head = f'<!doctype html>\n<meta charset="utf-8">\n<title>{title}</title>\n'
-    return f"{head}<h1>{title}</h1>\n{drawn}\n"
+    style = resources.files("runspec.local.dashboard") / "page" / "style.css"
+    return f"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{style.read_text(encoding="utf-8")}</style>
+<header><h1>{title}</h1></header>
+<main><div class="cols">
+{drawn}
+</div></main>
+"""
 
 
 def _sanctions(result: Result) -> Table:

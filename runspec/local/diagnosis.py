@@ -303,7 +303,7 @@ def newest(results: Sequence[Evaluated]) -> dict[str, Evaluated]:
 def result_line(result: Evaluated) -> str:
     """Return a result as one line."""
     parts = []
-    for name in _in_order(result.figures):
+    for name in in_order(result.figures):
         mean = result.figures[name]
         ends = "" if mean.low is None else f" ({number(mean.low)} to {number(mean.high)})"
         parts.append(f"{name} {number(mean.value)}{ends}")
@@ -312,7 +312,7 @@ def result_line(result: Evaluated) -> str:
     return f"version {result.version}: {', '.join(parts) or 'no answer was graded'}"
 
 
-def _in_order(names: Iterable[str]) -> list[str]:
+def in_order(names: Iterable[str]) -> list[str]:
     """Return names of figures in the order of `_TITLES`, and by K."""
     kinds = list(_TITLES)
 
@@ -322,6 +322,12 @@ def _in_order(names: Iterable[str]) -> list[str]:
         return kinds.index(kind) if kind in kinds else len(kinds), int(k)
 
     return sorted(names, key=place)
+
+
+def figure_title(name: str) -> str:
+    """Return a figure's name for people, like `pass@4` or `length error`."""
+    kind, _, k = name.partition("-")
+    return f"pass@{k}" if kind == "pass" else _TITLES.get(name, (name, ""))[0]
 
 
 def summarise_evaluations(results: Sequence[Evaluated]) -> dict[str, Any]:
@@ -351,7 +357,7 @@ def evaluation_plots(results: Sequence[Evaluated]) -> list[Figure]:
 
 def _curves(results: Sequence[Evaluated], kind: str) -> Iterator[Curve]:
     names = dict.fromkeys(name for result in results for name in result.figures)
-    for name in _in_order(names):
+    for name in in_order(names):
         if name == kind or (kind == "pass" and name.startswith("pass-")):
             known = [(r.version, r.figures[name]) for r in results if name in r.figures]
             yield Curve(

@@ -49,6 +49,8 @@ SOON_S = 60.0
 FIRST_STEP_S = 5400.0
 """In a supervised run the first step is late after this; its corpus may have to be made."""
 _LAST = 10
+_GOES_ON = ("starting", "running")
+"""Recorded states of a run that its supervisor works on."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,13 @@ class RunView:
 
     @property
     def alive(self) -> bool:
-        return self.held_by is not None
+        """Whether it goes on; when it has ended its supervisor still holds it for the report."""
+        return self.held_by is not None and (self.run is None or self.run.state in _GOES_ON)
 
     @property
     def lost(self) -> bool:
         """Whether its supervisor died before it could record the end of the run."""
-        return not self.alive and (self.run is None or self.run.state in ("starting", "running"))
+        return not self.alive and (self.run is None or self.run.state in _GOES_ON)
 
     @property
     def state(self) -> str:

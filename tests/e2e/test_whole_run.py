@@ -277,7 +277,8 @@ def test_the_newest_version_is_published_and_the_report_written(finished: Finish
     page = report(run.dir / "report.html")
     assert {"Evaluations", "Learning", "Policy and loss", "Time"} <= page["figures"].keys()
     [shown] = page["head"]["evaluations"]
-    assert shown.startswith(f"held-out, version {STEPS}")
+    assert (shown["name"], shown["newest"]) == ("held-out", STEPS)
+    assert "Alive" not in [condition for condition, *_ in page["head"]["conditions"]]
     # and every rollout of the newest steps is in it, with what became of it, and its text
     rows, details = page["rollouts"]["rows"], page["details"]
     at = page["rollouts"]["fields"].index("outcome")

@@ -13,16 +13,23 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
-from itertools import pairwise
 from string import Template
 from typing import Any
 
 from runspec.core.errors import UserError
+from runspec.local.dashboard.overview import (
+    evaluation_tables,
+    facts,
+    parted,
+    plain_tile,
+    standing,
+    tiles,
+    work_line,
+)
 from runspec.local.dashboard.rollouts import MAX_TOKENS, Rollouts
 from runspec.local.dashboard.source import Source
-from runspec.local.diagnosis import SECTION, evaluation_plots, newest, result_line
-from runspec.local.formatting import duration, latency, number, per_second, share
-from runspec.local.metrics import Row, end_figures, summarise, summary_pairs, time_left_s
+from runspec.local.diagnosis import SECTION, evaluation_plots
+from runspec.local.metrics import ENDS, Row, end_figures, mean, summarise, time_left_s
 from runspec.local.plots import Curve, Figure, figures
 from verify.coordinator.machine import events
 from verify.coordinator.machine.events import Event
@@ -43,6 +50,8 @@ class Timeline:
         self._received: dict[str, tuple[float, int]] = {}
         """When a submission came, and its step, by lease."""
         self._opened: dict[int, float] = {}
+        self._judged: dict[str, list[float]] = {}
+        """Submissions, rejected ones, and seconds to all verdicts, by validator."""
 
     def take(self, event: Event) -> None:
         """Follow an event of the ledger."""
@@ -58,6 +67,9 @@ class Timeline:
             came, step = self._received.pop(event.lease, (event.at, 0))
             label = f"step {step}: {'accepted' if event.accepted else event.reason}"
             kind = "judging" if event.accepted else "rejected"
+            judged = self._judged.setdefault(event.validator, [0, 0, 0.0])
+            added = (1, not event.accepted, event.at - came)
+            judged[:] = (sum(pair) for pair in zip(judged, added, strict=True))
             self._spans.append((f"validator {event.validator[:8]}", came, event.at, kind, label))
         elif isinstance(event, events.NonceDrawn):
             self._opened.setdefault(event.step, event.at)
@@ -78,6 +90,17 @@ class Timeline:
         self._spans.append((lane, granted.at, at, kind, label))
         if kind == "sampling":
             self._received[digest] = at, lease.step
+
+    def validators(self, seen: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return all validators: what the coordinator saw of them, and what they judged."""
+        known = {each["key"]: each for each in seen}
+        away: dict[str, Any] = {"alive": False, "silent_s": None, "state": {}}
+        found = []
+        for key in {**known, **self._judged}:
+            count, rejected, took_s = self._judged.get(key, (0, 0, 0.0))
+            judged = {"judged": count, "rejected": rejected, "verdict_s": took_s / max(1, count)}
+            found.append({"key": key, **away, **known.get(key, {}), **judged})
+        return found
 
     def spans(self, rows: Sequence[Row], evaluations: Iterable[Evaluated]) -> dict[str, Any]:
         """Return the spans by lane, each in order of time, and the least time.
@@ -124,8 +147,9 @@ MAX_POINTS = 1000
 """Points of a curve; those of longer runs are means of neighbours."""
 SECTIONS = ("head", "figures", "timeline")
 READ_S = 1.0
-_UNKNOWN: dict[str, Any] = {"reason": "", "waiting_for": None, "crowd": None}
-_UNKNOWN |= {key: [] for key in ("conditions", "roles", "events", "workers", "validators")}
+_UNKNOWN: dict[str, Any] = {"reason": "", "waiting_for": None, "crowd": None, "stages": {}}
+_LISTS = ("conditions", "roles", "events", "routine", "workers", "validators")
+_UNKNOWN |= {key: [] for key in _LISTS}
 _UNKNOWN |= {"weights_bytes_sent": 0, "shares_bytes_sent": 0}
 """What a source may leave out of a run's head."""
 
@@ -167,17 +191,24 @@ class PageData:
         now = {**_UNKNOWN, **self.source.head()}
         sent = {key: now.pop(key) for key in ("weights_bytes_sent", "shares_bytes_sent")}
         summary = summarise(rows, wall_s=now["wall_s"], **sent) if rows else None
+        work = work_line(summary) if summary else ""
         head = {
             "name": self.name,
             "kind": spec.algorithm.kind,
             "steps": spec.steps,
             "step": int(rows[-1]["step"]) + 1 if rows else 0,
             "left_s": time_left_s(rows, spec.steps),
-            "work": work_line(summary) if summary else "",
+            "now": standing(now, rows, spec.steps, work),
+            "tiles": [*map(plain_tile, tiles(spec, rows, results, now))],
             "ends": end_figures(summary) if summary else [],
             "facts": facts(summary) if summary else [],
-            "evaluations": [f"{n}, {result_line(r)}" for n, r in newest(results).items()],
+            "evaluations": evaluation_tables(results),
+            "busy": {
+                of: mean(rows[-ENDS:], f"{of}_busy_fraction") for of in ("learner", "sampler")
+            },
+            "pools": [pool.name for pool in spec.samplers],
             **now,
+            "validators": self._timeline.validators(now["validators"]),
         }
         self._set("head", head)
         if rows is not self._rows or results != self._results:
@@ -210,58 +241,15 @@ class PageData:
         return "{" + ",".join(parts) + "}"
 
 
-def work_line(summary: Mapping[str, Any]) -> str:
-    """Return what the run has done, as one sentence.
-
-    Args:
-        summary: as `metrics.summarise` makes it.
-    """
-    if "tokens" in summary:
-        work = f"{summary['tokens']:,} tokens, {number(summary['epoch'])} epochs"
-    else:
-        work = f"{summary['rollouts_accepted']:,} rollouts accepted, "
-        work += f"{summary['rollouts_rejected']:,} rejected"
-    return f"{summary['steps']} steps in {duration(summary['wall_s'])}, {work}."
-
-
-def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return name and value of the figures of a summary that are no curve's ends."""
-    if "tokens" in summary:
-        of_kind = [
-            ("Trained tokens", f"{summary['trained_tokens']:,}"),
-            ("Padding", share(summary["padding_share"])),
-            ("Learner waited for input", share(summary["input_wait_share"])),
-        ]
-    else:
-        of_kind = [
-            ("Mean lag", number(summary["mean_lag"])),
-            ("Largest lag", number(summary["max_lag"])),
-            ("Samplers busy", share(summary["sampler_busy_fraction"])),
-            ("Submission to verdict, p50 / p99 of a step", " / ".join(latency(summary, "verdict"))),
-            ("Submission to batch, p50 / p99 of a step", " / ".join(latency(summary, "manifest"))),
-        ]
-    return [
-        *of_kind,
-        ("Learner busy", share(summary["learner_busy_fraction"])),
-        ("Learner, real tokens/s", per_second(summary["learner_tokens_per_s"])),
-        ("Learner, MFU", share(summary["mfu"])),
-        ("Updates skipped", number(summary["skipped_updates"])),
-        ("Weights sent", f"{summary['weights_bytes_sent'] / 1e6:,.1f} MB"),
-        *(summary_pairs(summary["islands"]) if summary["islands"] else ()),
-    ]
-
-
 def plain_figure(figure: Figure) -> dict[str, Any]:
     """Return a figure as plain data for the page."""
     return vars(figure) | {"curves": [_curve(curve) for curve in figure.curves]}
 
 
 def _curve(curve: Curve) -> dict[str, Any]:
-    points = curve.points
-    if len(points) > MAX_POINTS:  # each is the mean of its share of neighbours, at the last x
-        edges = [i * len(points) // MAX_POINTS for i in range(MAX_POINTS + 1)]
-        parts = [points[a:b] for a, b in pairwise(edges)]
-        points = [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
+    # Each point is the mean of its share of neighbours, at the last x.
+    parts = parted(curve.points, MAX_POINTS)
+    points = [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
     return {
         "label": curve.label,
         "x": [x for x, _ in points],
@@ -281,6 +269,7 @@ SCRIPTS = (
     "text.js",
     "data.js",
     "curves.js",
+    "overview.js",
     "timeline.js",
     "rollouts.js",
     "main.js",
@@ -290,6 +279,8 @@ MAX_DECODING_S = 10.0
 """Seconds after which an export takes no more rollouts of a run."""
 _TOKEN_BYTES = 5
 """Least number of bytes of a token in an export: a piece of text and a log-prob, with commas."""
+_ROWS_SHARE = 0.2
+"""Share of an export's room for rows without tokens."""
 _ROOM = 2_000
 """Bytes left for the policy and the title."""
 
@@ -324,26 +315,32 @@ def exported_page(views: Sequence[PageData], most: int = MAX_EXPORT_BYTES) -> st
 
 def _add_rollouts(view: PageData, run: dict[str, Any], room: int) -> None:
     """Add rollouts to a run's data while there is room and time: whole groups, the rejected ones
-    first, then the newest and the oldest steps in turn. A group that does not fit is left out."""
+    first, then the newest and the oldest steps in turn. Of a group that does not fit, or for which
+    there is no time, only the listed rows are added, while they take little room."""
     deadline = time.monotonic() + MAX_DECODING_S
     changes = view.rollouts.changes(-1)
     groups: dict[str, list[list[Any]]] = {}
     at = {name: i for i, name in enumerate(changes["fields"])}
     for row in sorted(changes["rows"], key=lambda row: (row[at["step"]], row[at["id"]])):
         groups.setdefault(row[at["group"]], []).append(row)
+    sizes = {name: len(_json(members).encode()) for name, members in groups.items()}
+    reserve = min(room * _ROWS_SHARE, sum(sizes.values()))  # for rows without their text
     rows, details = [], {}
     for members in _by_interest(groups.values(), at["outcome"]):
-        if room < sum(_TOKEN_BYTES * min(row[at["length"]], MAX_TOKENS) for row in members):
+        listed = sizes[members[0][at["group"]]]
+        free, found, size = room - max(0.0, reserve - listed), None, listed
+        least = _TOKEN_BYTES * sum(min(row[at["length"]], MAX_TOKENS) for row in members)
+        if free >= least and time.monotonic() <= deadline:
+            found = {row[at["id"]]: view.rollouts.detail(row[at["id"]]) for row in members}
+            size += len(_json(found).encode())
+        if found is not None and size <= free:
+            details.update(found)
+        elif listed <= reserve:
+            size = listed
+        else:
             continue
-        if time.monotonic() > deadline:
-            break
-        found = {row[at["id"]]: view.rollouts.detail(row[at["id"]]) for row in members}
-        size = len(_json(members).encode()) + len(_json(found).encode())
-        if size > room:
-            continue
-        room -= size
+        room, reserve = room - size, max(0.0, reserve - listed)
         rows += members
-        details.update(found)
     left_out = len(changes["rows"]) - len(rows)
     run["rollouts"] = [1, {**changes, "rows": rows, "unread": 0, "left_out": left_out}]
     run["details"] = details

@@ -30,6 +30,8 @@ _FILES_KEPT = 8
 """Submissions whose files stay in memory: a page asks for all rollouts of a group."""
 _PENDING = 8
 """Tokens that may begin a character before they count as broken: more than the bytes of one."""
+_WORDS = 200
+"""Characters of a prompt that the list shows at most."""
 _SEARCHED_TOKENS = 1000
 """Tokens at either end of a prompt and an output that a search looks through."""
 
@@ -50,11 +52,13 @@ FIELDS = (
     "gap",
     "outcome",
     "check",
+    "words",
 )
 """Columns of a listed rollout. `group` names those that share a prompt; `advantage` is the reward
 minus the group's mean; `gap` is the mean |claimed - recomputed| log-prob, null if not recomputed;
 `outcome` is trained, accepted (not trained yet, or never), filtered (all of the group earned the
-same), dropped (the grader failed) or rejected; `check` names the check that failed."""
+same), dropped (the grader failed) or rejected; `check` names the check that failed; `words` are
+the prompt's first, at the first rollout of a group alone."""
 _OUTCOME = FIELDS.index("outcome")
 Listed = list[Any]
 _OF_GRADE = {"usable": "accepted", "filtered": "filtered", "dropped": "dropped"}
@@ -203,12 +207,13 @@ class Rollouts:
         lease: str,
         submission: _Submission,
         read: Sequence[tuple[Rollout, RolloutVerdict]],
-        texts: Sequence[str],
+        texts: Sequence[tuple[str, str]],
     ) -> None:
         self.revision += 1
-        advantages = _advantages(read)
+        advantages, before = _advantages(read), None
         for row, (rollout, verdict) in enumerate(read):
-            each = self._next
+            words = None if rollout.group == before else texts[row][1]
+            each, before = self._next, rollout.group
             self._next += 1
             group = f"{rollout.step}-{submission.digest[:8]}-{rollout.group}"
             values = [
@@ -218,8 +223,9 @@ class Rollouts:
                 *(_short(verdict.reward), _short(advantages[row]), _short(verdict.logprob_diff)),
                 submission.outcome(rollout.group),
                 next((check.name for check in verdict.checks if not check.passed), None),
+                words,
             ]
-            self._listed[each] = _Entry(values, lease, row, texts[row], self.revision)
+            self._listed[each] = _Entry(values, lease, row, texts[row][0], self.revision)
             submission.ids.append((each, rollout.group))
         while len(self._listed) > self._most:
             self._remove(min(self._listed, key=lambda i: (self._listed[i].values[1], i)))
@@ -283,13 +289,16 @@ class Rollouts:
             ],
         }
 
-    def _searched(self, rollout: Rollout) -> str:
+    def _searched(self, rollout: Rollout) -> tuple[str, str]:
+        """Return what a search looks through, and the prompt's first words."""
         parts = [rollout.problem_id]
         for tokens in (rollout.prompt_tokens, rollout.output_tokens):
             whole = len(tokens) <= 2 * _SEARCHED_TOKENS
             ends = (tokens,) if whole else (tokens[:_SEARCHED_TOKENS], tokens[-_SEARCHED_TOKENS:])
             parts += map(self._decoded, ends)
-        return "\n".join(parts).lower()
+        system = self._source.spec.data.system_prompt
+        prompt = parts[1].rpartition(system)[2] if system else parts[1]
+        return "\n".join(parts).lower(), " ".join(prompt[: 2 * _WORDS].split())[:_WORDS]
 
     def _decoded(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens; a worker may have sent some that are outside the vocabulary,

@@ -23,6 +23,7 @@ from runspec.core.schema import RunSpec
 from runspec.core.schema.load import load_resolved
 from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.tokenizer_files import MAX_TOKENIZER_BYTES, read_tokenizer, tokenizer_of
+from runspec.local.dashboard.overview import events_shown
 from runspec.local.diagnosis import diagnose, results_of
 from runspec.local.formatting import reported
 from runspec.local.metrics import bytes_sent, latest_by_step, objects, read_rows, served_bytes
@@ -45,8 +46,8 @@ from verify.formats.documents import (
 from verify.formats.submission import largest_accepted_bytes
 from verify.formats.verdict import MAX_BYTES as MAX_VERDICT_BYTES
 
-EVENTS = 40
-"""Newest events of roles that the page shows."""
+EVENTS = 400
+"""Newest events of roles of which the page shows those that matter."""
 OF_COORDINATOR = ("waiting_for", "workers", "crowd", "validators")
 """Keys of a coordinator's status that a page shows."""
 Table = Literal["submission", "verdict"]
@@ -80,9 +81,9 @@ class Source(Protocol):
         """Return what is known of the run as a whole; what is not may be left out.
 
         Keys: `state`, `reason`, `waiting_for`, `wall_s`, `weights_bytes_sent`,
-        `shares_bytes_sent`, `published`, `diagnosis` (lines), `conditions`, `roles`, `events`,
-        `workers` (the first by credit), `crowd` (figures of all workers, or null), `validators`,
-        `servers` (of the broadcast tree).
+        `shares_bytes_sent`, `published`, `diagnosis` (lines), `conditions`, `stages` (by role),
+        `roles`, `events`, `routine` (events of starts and ends), `workers` (the first by credit),
+        `crowd` (figures of all workers, or null), `validators`, `servers` (of the broadcast tree).
         """
 
 
@@ -156,7 +157,8 @@ class FolderSource:
                 [role.name, role.state, seen.stages.get(role.name, ""), role.restarts, role.since]
                 for role in seen.roles
             ],
-            "events": [[event.time, event.role, event.text] for event in reversed(seen.events)],
+            "stages": dict(seen.stages),
+            **events_shown(seen.events),
             **{key: status[key] for key in OF_COORDINATOR if key in status},
             "servers": [*map(self._server, broadcast_tree(self.spec))],
         }

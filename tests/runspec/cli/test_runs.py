@@ -266,7 +266,7 @@ def test_the_printed_line_loads_a_model_that_generates(trained):
     described = of(trained, "describe").stdout
     assert f"version 5, the last, as a Hugging Face directory: {folder}" in described
     assert "it has no" not in described and "damaged" not in described
-    assert f'vLLM: from vllm import LLM; model = LLM("{folder}", skip_tokenizer' in described
+    assert f'vLLM: from vllm import LLM; model = LLM("{folder}")' in described
     # when somebody runs the line for transformers
     [line] = [text for text in described.splitlines() if "transformers: " in text]
     names: dict[str, Any] = {}

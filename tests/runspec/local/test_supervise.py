@@ -99,7 +99,11 @@ def test_a_run_ends_with_its_learner_and_leaves_a_summary(tmp_path: Path) -> Non
     assert ("warm_start", "making version 0") in watch.events
     assert sum("was right" in text for _, text in watch.events) == 1
     assert json.loads((run.directory / "summary.json").read_text())["steps"] == 5
-    assert report(run.directory / "report.html")["head"]["step"] == 5
+    head = report(run.directory / "report.html")["head"]
+    assert head["step"] == 5 and head["now"].startswith("The run is finished.")
+    # and the report, which the supervisor wrote, calls nothing alive
+    assert [condition for condition, *_ in head["conditions"]][-1:] == ["Finished"]
+    assert {"Alive", "Training"}.isdisjoint(condition for condition, *_ in head["conditions"])
     assert holder(run.directory) is None
 
 

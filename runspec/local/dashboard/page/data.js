@@ -3,6 +3,8 @@
 
 const EMBEDDED = JSON.parse(document.getElementById("data").textContent);
 const TOKEN_NAME = "runspec-token";
+/* A revision that is never reached: asks for no rollouts. */
+const NO_ROLLOUTS = 999999999;
 
 function token() {
   const given = /#token=([\w-]+)/.exec(location.hash);
@@ -22,7 +24,7 @@ async function ask(path) {
 
 class Run {
   constructor(name, index) {
-    Object.assign(this, { name, index, live: EMBEDDED.live, trouble: "", fields: {}, rows: new Map(), counts: {} });
+    Object.assign(this, { name, index, live: EMBEDDED.live, trouble: "", fields: {}, rows: new Map(), counts: {}, words: new Map() });
     this.revisions = { head: 0, figures: 0, timeline: 0 };
     if (!this.live) {
       this.details = EMBEDDED.runs[index].details ?? {};
@@ -43,7 +45,10 @@ class Run {
       const [revision, value] = answer.rollouts;
       this.revisions.rollouts = revision;
       value.fields.forEach((field, i) => (this.fields[field] = i));
-      for (const row of value.rows) this.rows.set(row[0], row);
+      for (const row of value.rows) {
+        this.rows.set(row[0], row);
+        if (row[this.fields.words] !== null) this.words.set(row[this.fields.group], row[this.fields.words]);
+      }
       for (const id of value.removed) this.rows.delete(id);
       this.counts = value;
       changed.push("rollouts");
@@ -51,9 +56,11 @@ class Run {
     return changed;
   }
 
+  /* The first answer leaves out the rollouts, so that the overview stands at once. */
   async poll() {
     if (!this.live) return [];
-    return this.merge(await ask(`${this.index}?${new URLSearchParams(this.revisions)}`));
+    const known = this.head ? this.revisions : { ...this.revisions, rollouts: NO_ROLLOUTS };
+    return this.merge(await ask(`${this.index}?${new URLSearchParams(known)}`));
   }
 
   /* Ids of the rollouts whose texts have all the words; null for no words. */
@@ -62,11 +69,16 @@ class Run {
     if (this.live) return new Set(await ask(`${this.index}/search?${new URLSearchParams({ q: words })}`));
     const wanted = words.toLowerCase().split(/\s+/).filter(Boolean), found = new Set();
     for (const [id, row] of this.rows) {
-      const detail = this.details[id];
+      const detail = this.details[id] ?? { prompt: this.words.get(row[this.fields.group]) ?? "", pieces: [] };
       const text = `${row[this.fields.problem]}\n${detail.prompt}\n${detail.pieces.join("")}`.toLowerCase();
       if (wanted.every((word) => text.includes(word))) found.add(id);
     }
     return found;
+  }
+
+  /* Whether the tokens of a rollout can be had. */
+  has(id) {
+    return this.live || id in this.details;
   }
 
   async rollout(id) {

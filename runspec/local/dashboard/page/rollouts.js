@@ -1,8 +1,11 @@
 "use strict";
 /* The browser of rollouts: a list with filters and search, and a group side by side. */
 
-const ROW = 30;
+const ROW = 32;
 const SHADES = ["none", "log-prob", "difference", "advantage"];
+const EXPLAINED = { none: "", "log-prob": "The darker, the less likely the token was.",
+  difference: "|claimed - recomputed| log-prob: the darker, the farther the worker's number is from the validator's.",
+  advantage: "The rollout's reward minus its group's mean: green above, red below." };
 const MOST_SPANS = 4000;
 const ORDERS = {
   "newest step": (f) => (a, b) => b[f.step] - a[f.step] || a[f.id] - b[f.id],
@@ -26,12 +29,24 @@ function range(text) {
   return [Number(low || 0), dash ? (high ? Number(high) : Infinity) : Number(low)];
 }
 
+/* How many characters all texts begin with, up to the end of a word. */
+function commonStart(texts) {
+  let low = null, high = null;
+  for (const text of texts) {
+    if (low === null || text < low) low = text;
+    if (high === null || text > high) high = text;
+  }
+  let same = 0;
+  while (low !== high && same < low.length && low[same] === high[same]) same++;
+  return low === null || low === high ? 0 : low.slice(0, same).lastIndexOf(" ") + 1;
+}
+
 class RolloutsView {
   constructor(node) {
     Object.assign(this, { node, shown: [], chosen: null, shade: 0, found: null });
     const changed = () => this.filter();
     const select = (label) => el("select", { "aria-label": label, onchange: changed });
-    this.words = el("input", { type: "search", id: "search", placeholder: "words of prompt or output (/)",
+    this.words = el("input", { type: "search", id: "search", placeholder: "Search prompts and outputs",
       "aria-label": "Search", oninput: () => this.search() });
     this.step = el("input", { className: "step", placeholder: "steps", title: "3, 3-9 or 3-", "aria-label": "Steps", oninput: changed });
     this.outcome = select("Outcome");
@@ -39,13 +54,17 @@ class RolloutsView {
     this.worker = select("Worker");
     this.order = select("Order");
     this.order.append(...Object.keys(ORDERS).map((name) => el("option", {}, name)));
-    this.count = el("span", { className: "soft", id: "count" });
-    this.list = el("div", { className: "list", tabIndex: 0, id: "list", onscroll: () => this.paint() });
+    this.count = el("span", { className: "soft note", id: "count", role: "status" });
+    this.list = el("div", { className: "list", tabIndex: 0, id: "list", role: "listbox", "aria-label": "Rollouts",
+      onscroll: () => this.paint(), onkeydown: (e) => this.arrow(e) });
+    const length = el("span", { title: "length/target, tokens" }, "length", el("span", { className: "wide-only" }, "/target"));
+    const heads = ["step", "outcome", "prompt", length, "reward"].map((name) => el("span", {}, name));
+    const listing = el("div", { className: "listing" }, el("div", { className: "row heads" }, ...heads), this.list);
     this.list.append((this.tall = el("div")));
     this.detail = el("div", { id: "detail" });
     node.append(
       el("div", { className: "filters" }, this.words, this.step, this.outcome, this.check, this.worker, this.order, this.count),
-      el("div", { className: "browser" }, this.list, this.detail));
+      el("div", { className: "browser" }, listing, this.detail));
   }
 
   show(run) {
@@ -55,6 +74,7 @@ class RolloutsView {
       this.words.value = "";
     }
     const f = run.fields;
+    this.same = commonStart(run.words.values());
     for (const [field, node, all] of [["outcome", this.outcome, "all outcomes"], ["check", this.check, "all checks"], ["worker", this.worker, "all workers"]]) {
       const values = [...new Set([...run.rows.values()].map((row) => row[f[field]]))].filter(Boolean).sort();
       if (node.dataset.values === values.join()) continue;
@@ -76,7 +96,7 @@ class RolloutsView {
 
   filter() {
     if (!this.run) return;
-    const began = performance.now(), f = this.run.fields, [low, high] = range(this.step.value);
+    const f = this.run.fields, [low, high] = range(this.step.value);
     const [outcome, check, worker] = [this.outcome.value, this.check.value, this.worker.value];
     this.shown = [...this.run.rows.values()].filter((row) =>
       row[f.step] >= low && row[f.step] <= high && (!outcome || row[f.outcome] === outcome) &&
@@ -86,21 +106,41 @@ class RolloutsView {
     this.tall.style.height = `${this.shown.length * ROW}px`;
     this.paint();
     const { unread = 0, unreadable = 0, left_out = 0 } = this.run.counts, all = this.run.rows.size;
-    const notes = [`${number(this.shown.length)} of ${number(all)}`, `${number(performance.now() - began, 2)} ms`];
+    const bare = this.run.live ? 0 : all - Object.keys(this.run.details).length;
+    const notes = [`${number(this.shown.length)} of ${number(all)} rollouts`];
     if (unread) notes.push(`${number(unread)} submissions are being read`);
-    if (left_out) notes.push(`${number(left_out)} more did not fit into this file`);
-    if (unreadable) notes.push(`the files of ${number(unreadable)} submissions are gone`);
-    this.count.textContent = notes.join(", ");
+    const less = [bare && `${number(bare)} have no text`, left_out && `${number(left_out)} more are left out`].filter(Boolean);
+    if (less.length) notes.push(`${less.join(" and ")}, so that this file stays small`);
+    if (unreadable) notes.push("those of older steps were deleted (storage.rollouts keeps more)");
+    this.count.textContent = notes.join("; ");
+    if (!this.shown.some((row) => row[f.id] === this.chosen)) this.first();
+  }
+
+  /* Opens the first rollout of the list, the first one with its text if there is one. */
+  first() {
+    const f = this.run.fields, row = this.shown.find((each) => this.run.has(each[f.id])) ?? this.shown[0];
+    if (row) this.choose(row);
+    else this.detail.replaceChildren(el("p", {}, this.run.rows.size ? "No rollout fits the filters." : "No rollout was judged yet."));
+  }
+
+  arrow(event) {
+    const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!by) return;
+    event.preventDefault();
+    this.move(by);
   }
 
   /* Rows that are in sight. */
   paint() {
     const f = this.run.fields, first = Math.max(0, Math.floor(this.list.scrollTop / ROW) - 5);
     const rows = this.shown.slice(first, first + Math.ceil(this.list.clientHeight / ROW) + 10).map((row, i) => {
-      const node = el("div", { className: `row${row[f.id] === this.chosen ? " chosen" : ""}`, onclick: () => this.choose(row) },
+      const chosen = row[f.id] === this.chosen, words = this.run.words.get(row[f.group]) ?? row[f.problem];
+      const has = this.run.has(row[f.id]);
+      const node = el("div", { className: `row${chosen ? " chosen" : ""}${has ? "" : " bare"}`, role: "option", "aria-selected": String(chosen),
+        onclick: () => this.choose(row, true) },
         el("span", { className: "soft" }, String(row[f.step])), el("span", { className: row[f.outcome], title: row[f.check] ?? "" }, row[f.outcome]),
-        el("span", {}, row[f.problem]), el("span", { title: "length / target" }, `${row[f.length]}/${row[f.target] ?? "-"}`),
-        el("span", { title: "reward" }, number(row[f.reward], 2)));
+        el("span", { title: clean(words) }, this.same ? `… ${words.slice(this.same)}` : words),
+        el("span", {}, `${row[f.length]}/${row[f.target] ?? "-"}`), el("span", {}, row[f.reward] === null ? "-" : row[f.reward].toFixed(2)));
       node.style.top = `${(first + i) * ROW}px`;
       return node;
     });
@@ -113,19 +153,24 @@ class RolloutsView {
     if (!row) return;
     const top = this.shown.indexOf(row) * ROW, { scrollTop, clientHeight } = this.list;
     if (top < scrollTop || top > scrollTop + clientHeight - ROW) this.list.scrollTop = top - clientHeight / 2;
-    this.choose(row);
+    this.choose(row, true);
   }
 
-  async choose(row) {
+  /* Opens a rollout; where a person chose it, brings it into sight. */
+  async choose(row, follow = false) {
     const f = this.run.fields, id = row[f.id];
     this.chosen = id;
     this.paint();
-    const group = [...this.run.rows.values()].filter((each) => each[f.group] === row[f.group]);
+    if (!this.run.has(id))
+      return this.detail.replaceChildren(el("div", { className: "panel" }, el("h2", {}, `Step ${row[f.step]}, problem ${row[f.problem]}`),
+        el("p", {}, "This file has no room for the text of this rollout. `runspec dashboard` on the run's machine shows it.")));
+    const group = [...this.run.rows.values()].filter((each) => each[f.group] === row[f.group] && this.run.has(each[f.id]));
     group.sort((a, b) => a[f.sample] - b[f.sample]);
     const details = await Promise.all(group.map((each) => this.run.rollout(each[f.id]))).catch((error) => fail(error));
     if (this.chosen !== id || !details) return;
     this.open = { group, details };
     this.draw();
+    if (follow) this.detail.querySelector(".card.chosen")?.scrollIntoView({ block: "nearest" });
   }
 
   turn() {
@@ -145,19 +190,20 @@ class RolloutsView {
       ...SHADES.map((name) => el("option", {}, name)));
     shade.selectedIndex = this.shade;
     this.detail.replaceChildren(
-      el("h2", {}, `step ${first[f.step]}, problem ${first[f.problem]}, version ${first[f.version]}`),
-      el("p", {}, "Token colours (c): ", shade, " difference: |claimed - recomputed| log-prob; advantage: reward minus the group's mean"),
-      longText(details[0].prompt, "prompt"), el("div", { className: "group" }, ...cards));
-    this.detail.querySelector(".card.chosen")?.scrollIntoView({ block: "nearest", inline: "nearest" });
+      el("div", { className: "panel" },
+        el("div", { className: "detail-head" }, el("h2", {}, `Step ${first[f.step]}, problem ${first[f.problem]}, sampled by version ${first[f.version]}`),
+          el("label", {}, "Token colours ", shade)),
+        el("p", {}, EXPLAINED[SHADES[this.shade]]), longText(details[0].prompt, "prompt")),
+      el("div", { className: "group" }, ...cards));
   }
 
   card(row, detail) {
     const f = this.run.fields, good = row[f.task] >= 0.5 ? "good" : "bad";
     const facts = el("div", {}, el("span", { className: row[f.outcome] }, row[f.outcome]), " · ",
       el("span", { className: good }, `task ${number(row[f.task])}`),
-      ` · length term ${number(row[f.penalty])} · reward ${number(row[f.reward])} · advantage ${number(row[f.advantage])}`);
+      `${row[f.target] === null ? "" : ` · length term ${number(row[f.penalty])}`} · reward ${number(row[f.reward])} · advantage ${number(row[f.advantage])}`);
     const more = el("div", { className: "soft" },
-      `length ${row[f.length]} of ${row[f.target] ?? "no target"} · ends by ${detail.finish_reason} · worker ${row[f.worker]}`);
+      `${row[f.length]} tokens${row[f.target] === null ? "" : `, ${row[f.target]} wanted`} · ends by ${detail.finish_reason} · worker ${row[f.worker]}`);
     const failed = detail.checks.filter(([, passed]) => !passed);
     const why = detail.reason ? [el("p", { className: "bad" }, `rejected: ${detail.reason}`)] : [];
     const checks = el("details", { open: failed.length > 0 }, el("summary", {}, failed.length ? `${failed.length} checks failed` : `${detail.checks.length} checks passed`),

@@ -34,7 +34,7 @@ function longText(text, className) {
 
 function number(value, digits = 3) {
   if (typeof value !== "number") return "-";
-  if (Number.isInteger(value)) return (value + 0).toLocaleString("en"); // + 0: no "-0"
+  if (Number.isInteger(value) || Math.abs(value) >= 1000) return (Math.round(value) + 0).toLocaleString("en"); // + 0: no "-0"
   return String(Number(value.toPrecision(digits)));
 }
 
@@ -50,16 +50,52 @@ function size(bytes) {
   return `${number(bytes / 1000 ** i)} ${units[i]}`;
 }
 
-/* A table; numbers stand to the right. */
-function table(heads, rows) {
-  const cell = (tag) => (value) =>
-    value instanceof Node ? el(tag, {}, value)
-      : el(tag, { className: typeof value === "number" ? "n" : "" }, typeof value === "number" ? number(value) : value);
-  return el("div", { className: "scroll" }, el("table", {},
-    el("thead", {}, el("tr", {}, ...heads.map(cell("th")))),
+function many(count, unit) {
+  return `${number(count)} ${unit}${count === 1 ? "" : "s"}`;
+}
+
+function percent(share) {
+  return typeof share === "number" ? `${Math.round(100 * share)} %` : "-";
+}
+
+/* A table; numbers stand to the right, and so do the columns of these numbers. */
+function table(heads, rows, right = []) {
+  const cell = (tag) => (value, i) => {
+    const className = typeof value === "number" || right.includes(i) ? "n" : "";
+    return el(tag, { className }, typeof value === "number" ? number(value) : value);
+  };
+  const head = heads.some(Boolean) ? [el("thead", {}, el("tr", {}, ...heads.map(cell("th"))))] : [];
+  return el("div", { className: "scroll" }, el("table", {}, ...head,
     el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map(cell("td")))))));
 }
 
+function panel(title, ...children) {
+  return el("div", { className: "panel" }, el("h2", {}, title), ...children);
+}
+
+function dot(state) {
+  return el("span", { className: `dot ${state}` });
+}
+
+/* A small curve without axes, as wide as its place. */
+function spark(values) {
+  const make = (tag, attributes) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    Object.entries(attributes).forEach(([name, value]) => made.setAttribute(name, value));
+    return made;
+  };
+  const low = Math.min(...values), high = Math.max(...values), scale = high > low ? 24 / (high - low) : 0;
+  const points = values.map((v, i) => `${(100 * i) / (values.length - 1)},${27 - (v - low) * scale}`).join(" ");
+  const svg = make("svg", { class: "spark", viewBox: "0 0 100 28", preserveAspectRatio: "none", "aria-hidden": "true" });
+  svg.append(
+    make("polygon", { points: `0,28 ${points} 100,28`, fill: "currentColor", opacity: 0.13 }),
+    make("polyline", { points, fill: "none", stroke: "currentColor", "stroke-width": 1.6, "vector-effect": "non-scaling-stroke" }));
+  return svg;
+}
+
+/* A colour of the style sheet as a canvas takes it. */
 function colour(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  const probe = (colour.probe ??= document.body.appendChild(el("i", { hidden: true })));
+  probe.style.color = `var(--${name})`;
+  return getComputedStyle(probe).color;
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,14 +11,17 @@ from typing import Any
 
 import pytest
 from selenium.webdriver import Chrome
-from selenium.webdriver.chrome.options import Options
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
+from benchmarks.pictures import DESKTOP, PHONE, browser, show_as
+from runspec.local.dashboard.page import PageData, exported_page
+from runspec.local.dashboard.source import FolderSource
 from tests.runspec.cli.in_process import runspec
-from tests.runspec.local.dashboard.made_run import REASON, MadeRun
+from tests.runspec.local.dashboard.made_run import BEGAN, REASON, MadeRun
+from tests.runspec.local.fake_run import store
 from tests.waiting import eventually, one_ended
+from verify.formats.documents import Evaluated, Figure
 
 pytestmark = pytest.mark.slow
 
@@ -29,10 +31,24 @@ HOSTILE = (
 )
 STEPS = 1250
 """Ten thousand rollouts."""
-# No sandbox: it cannot be had as root. Nothing is fetched but the page, from this machine.
-OPTIONS = ("headless=new", "no-sandbox", "disable-gpu", "disable-quic", "disable-sync")
-OPTIONS += ("disable-background-networking", "disable-component-update", "disable-dev-shm-usage")
-OPTIONS += ("no-first-run", "window-size=1400,1000")
+SCREENS = [(size, dark) for size in (DESKTOP, PHONE) for dark in (False, True)]
+PALE = """
+const parsed = (text) => text.match(/[\\d.]+/g).map(Number);
+const over = ([r, g, b, a = 1], under) => [r, g, b].map((c, i) => c * a + under[i] * (1 - a));
+const linear = (c) => c <= 10 ? c / 3294.6 : ((c / 255 + 0.055) / 1.055) ** 2.4;
+const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+const ground = (node) => node === null ? [255, 255, 255]
+  : over(parsed(getComputedStyle(node).backgroundColor), ground(node.parentElement));
+const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+for (let text = walk.nextNode(); text; text = walk.nextNode()) {
+  const node = text.parentElement;
+  if (!text.data.trim() || !node.checkVisibility() || node.tagName === "OPTION") continue;
+  const under = ground(node), ink = over(parsed(getComputedStyle(node).color), under);
+  const [low, high] = [light(under), light(ink)].sort((a, b) => a - b);
+  if ((high + 0.05) / (low + 0.05) < 4.5) found.push(text.data.slice(0, 40));
+}
+return found;"""
+"""Texts in sight whose contrast to what is behind them is below 4.5, which WCAG's AA asks for."""
 
 
 def say(step: int, group: int, sample: int) -> str:
@@ -50,16 +66,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> MadeRun:
 
 
 @pytest.fixture(scope="module")
-def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
-    """Debian's Chromium with an empty profile, driven by selenium."""
-    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    assert binary and driver, "install it: apt-get install chromium chromium-driver"
-    options = Options()
-    options.binary_location = binary
-    for option in (*OPTIONS, f"user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(f"--{option}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    with Chrome(options=options, service=Service(driver)) as started:
+def chrome() -> Iterator[Chrome]:
+    with browser() as started:
         yield started
 
 
@@ -100,6 +108,9 @@ class Tab:
     def found(self, selector: str) -> list[WebElement]:
         return self.chrome.find_elements("css selector", selector)
 
+    def run(self, script: str, *values: Any) -> Any:
+        return self.chrome.execute_script(script, *values)
+
     def press(self, key: str) -> None:
         self.chrome.execute_script("document.activeElement.blur()")
         self.chrome.find_element("tag name", "body").send_keys(key)
@@ -118,7 +129,7 @@ class Tab:
 
 def test_the_page_follows_the_run(run: MadeRun, chrome: Chrome, url: str) -> None:
     page = Tab(chrome, url, "curves")
-    page.until(lambda: len(page.found(".plot canvas")) == 17, "plots")
+    page.until(lambda: len(page.found("#curves .plot canvas")) == 16, "plots")
 
     def both() -> bool:
         return any("big" in each.text and "other" in each.text for each in page.found(".legend"))
@@ -145,11 +156,10 @@ def test_filters_and_search_find_rollouts(run: MadeRun, chrome: Chrome, url: str
     assert chrome.switch_to.active_element == search
     search.send_keys("OUT 1004-0")
     page.counts(4)
-    # when one is chosen by a key, then its group is shown with the check, its number and its limit
+    # when one is left, then it is open: its group is shown with the check, its number and its limit
     search.send_keys("-3")
     page.counts(1)
     search.send_keys(Keys.ESCAPE)
-    page.press("j")
     page.until(lambda: "1 checks failed" in page.text("detail"), "the failed check")
     assert len(page.found(".card")) == 4
     assert f"rejected: {REASON}" in page.text("detail")
@@ -161,8 +171,8 @@ def test_hostile_text_is_shown_as_text(run: MadeRun, chrome: Chrome, url: str) -
     page = Tab(chrome, url, "rollouts")
     page.choose("Steps", str(STEPS - 2), "input")
     page.counts(8)
-    page.press("j")
-    page.until(lambda: len(page.found(".card")) == 4, "its group")
+    page.until(lambda: "<script>" in page.text("detail"), "its group")
+    page.press("k")
     shown = page.text("detail")
     assert "<script>document.title='owned'</script>" in shown
     # with marks that turn the writing round, and terminals' codes, shown by their number
@@ -188,8 +198,96 @@ def test_an_export_is_the_page(
     # then it finds rollouts without a server
     chrome.find_element("id", "search").send_keys("out 19-1")
     page.counts(4)
-    # and on a phone nothing is wider than the screen
-    chrome.set_window_size(400, 800)
-    width = chrome.execute_script("return document.documentElement.scrollWidth - window.innerWidth")
-    assert width <= 0
+    page.require_no_error()
+
+
+@pytest.fixture(scope="module")
+def exported(run: MadeRun, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A page of 20 steps with evaluations, whose older rollouts have no text, as a file."""
+    path, other = tmp_path_factory.mktemp("page") / "page.html", run.dir.parent / "other"
+    values = {"mean": Figure(0.25, 0.2, 0.3), "pass-2": Figure(0.4, 0.3, 0.5)}
+    shared = ("other", "held-out")
+    results = [
+        Evaluated(*shared, v, "a" * 64, values, 0, [], BEGAN + 5.0 + 8.0 * v, 2.0, 1.5)
+        for v in (0, 20)
+    ]
+    store(other, *results)
+    view = PageData(FolderSource(other))
+    view.refresh(60.0)
+    room = len(exported_page([view], 0).encode()) + 60_000
+    path.write_text(exported_page([view], room))
+    return path.as_uri()
+
+
+@pytest.mark.parametrize(("size", "dark"), SCREENS)
+def test_every_tab_is_sound_on_each_screen(
+    chrome: Chrome, exported: str, size: tuple[int, int], dark: bool
+) -> None:
+    show_as(chrome, size, dark)
+    page = Tab(chrome, exported, "overview")
+    tiles = {each.find_element("css selector", ".soft").text: each for each in page.found(".tile")}
+    assert {"Held-out, task reward", "Task reward", "Lag, steps", "Time"} <= {*tiles}
+    assert all(tile.find_element("tag name", "b").text for tile in tiles.values())
+    assert page.found("#overview .plot canvas") and "pass@2" in page.text("overview")
+    for tab in ("overview", "curves", "timeline", "rollouts", "workers"):
+        chrome.find_element("id", f"tab-{tab}").click()
+        # then each text can be read, nothing is wider than the screen, and the tab is in sight
+        assert page.run(PALE) == [], tab
+        assert page.run("return document.documentElement.scrollWidth - innerWidth") <= 0
+        assert page.run(
+            "const box = $('tab-' + tab).getBoundingClientRect();"
+            "return box.left >= 0 && box.right <= innerWidth + 1"
+        )
+    # and keys are spoken of where there are some
+    assert chrome.find_element("tag name", "footer").is_displayed() == (size == DESKTOP)
+    page.require_no_error()
+
+
+def test_the_page_works_by_keyboard_alone(chrome: Chrome, exported: str) -> None:
+    show_as(chrome, DESKTOP)
+    page = Tab(chrome, exported, "overview")
+    # when arrows go through the tabs, then the next one is open, and it is seen to have the focus
+    chrome.find_element("id", "tab-overview").send_keys(Keys.ARROW_RIGHT)
+    focus = chrome.switch_to.active_element
+    assert focus.get_attribute("id") == "tab-curves" and page.text("curves")
+    assert [each.text for each in page.found("[aria-selected=true][tabindex='0']")] == ["Curves"]
+    assert focus.value_of_css_property("outline-style") != "none"
+    # and what never was other than zero takes one line
+    assert page.text("silent") == "Zero at every step, not drawn: rejected rollouts."
+    # and a chart's values can be saved, and it can be enlarged
+    page.run("window.save = (...saved) => (window.saved = saved)")
+    [figure] = [each for each in page.found("#curves figure") if "Mean over" in each.text]
+    enlarge, csv = figure.find_elements("tag name", "button")
+    csv.send_keys(Keys.ENTER)
+    name, text = page.run("return window.saved")
+    assert (name, *text.splitlines()[:3]) == (
+        *("task-reward.csv", 'step,"Task reward"', "0,0.3", "1,0.305"),
+    )
+    before = figure.rect["height"]
+    enlarge.send_keys(Keys.ENTER)
+    assert figure.rect["height"] > 1.5 * before
+    # and the timeline begins with the whole run
+    page.press("3")
+    whole = page.text("span")
+    assert "3 min 20 s of 3 min 20 s" in whole and "filling: the coordinator" in page.text(
+        "timeline"
+    )
+    page.press("+")
+    assert page.text("span") != whole
+    page.press("0")
+    assert page.text("span") == whole
+    # and the first rollout with its text is open, and arrows open others
+    page.press("4")
+    page.until(lambda: page.found(".card.chosen"), "the first rollout")
+    assert page.found(".row.heads")[0].text.split() == [
+        *("step", "outcome", "prompt", "length/target", "reward"),
+    ]
+    assert "… 19 1" in page.text("list") and "have no text" in page.text("count")
+    page.choose("Order", "oldest step", "change")
+    page.run("views.rollouts.list.scrollTop = 1800")
+    page.until(lambda: page.found(".row.bare"), "marks at rollouts without text")
+    chosen = "return views.rollouts.chosen"
+    first = page.run(chosen)
+    page.found("#list")[0].send_keys(Keys.ARROW_DOWN)
+    assert page.run(chosen) != first
     page.require_no_error()

@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from runspec.core.errors import UserError
 from runspec.core.run_files import initial_model
+from runspec.core.schema import Hardware
 from runspec.core.signed import SigningKey
+from runspec.local.dashboard.overview import Tile, events_shown, standing, tiles
 from runspec.local.dashboard.page import PageData, exported_page, live_page
 from runspec.local.dashboard.rollouts import FIELDS, Rollouts
 from runspec.local.dashboard.server import TOKEN, Dashboard, is_loopback
 from runspec.local.dashboard.source import CoordinatorSource, FolderSource, Source
+from runspec.local.state import EventRow
 from tests.runspec.local.dashboard.made_run import (
     REASON,
     MadeRun,
@@ -27,6 +31,7 @@ from tests.runspec.local.dashboard.made_run import (
     bytes_tokenizer,
     metrics_row,
 )
+from tests.runspec.local.fake_run import ZERO, small_spec
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from tests.verify.coordinator.over_http import check, sample
 from verify.coordinator.machine.events import RolledBack
@@ -95,6 +100,9 @@ def test_each_rollout_has_its_outcome_advantage_and_failed_check(ten: MadeRun) -
     assert "".join(detail["pieces"]) == f"{HOSTILE} {(failed[AT['step']], 0, 3)}"
     assert set(detail["logprobs"]) == {-0.5} and set(detail["recomputed"]) == {-0.25}
     assert rollouts.detail(10**6) is None
+    # and the prompt's words are at the first of a group alone
+    words = [row[AT["words"]] for row in rows if row[AT["group"]] == failed[AT["group"]]]
+    assert words == [f"Prompt {failed[AT['step']]} 0", None, None, None]
     # and words are found in whatever case
     for text, found in (("ONERROR=Y>&AMP; (3, 1, 2", 1), ("Problem-3 prompt", 8), ("no", 0)):
         assert len(rollouts.search(text)) == found
@@ -177,12 +185,62 @@ def test_an_export_leaves_out_what_does_not_fit_and_says_so(ten: MadeRun) -> Non
     # when there is room for few
     empty = len(exported_page([view], 0))
     page = exported_page([view], empty + 60_000)
-    # then rejected ones come first, whole groups, then the newest and the oldest
+    # then texts of rejected ones come first, whole groups, then the newest and the oldest
     assert len(page) <= empty + 60_000
-    part = Page(page).data["runs"][0]["rollouts"][1]
-    steps = column(part["rows"], "step")
+    [run] = Page(page).data["runs"]
+    part = run["rollouts"][1]
+    steps = column([row for row in part["rows"] if str(row[0]) in run["details"]], "step")
     assert steps[:16] == [9] * 8 + [4] * 8 and steps[16:24] == [8] * 4 + [0] * 4
-    assert part["left_out"] == 80 - len(steps) > 0
+    # and rows without a text are listed while they take little room
+    assert part["left_out"] == 0 and len(part["rows"]) == 80 > len(steps)
+    least = Page(exported_page([view], empty + 6_000)).data["runs"][0]["rollouts"][1]
+    assert least["left_out"] == 80 - len(least["rows"]) > 0
+
+
+def test_the_overview_says_what_matters(ten: MadeRun) -> None:
+    head = answer(view_of(FolderSource(ten.dir)))["head"]
+    # given a paused run on one validator, whose steps 4 and 9 were rejected
+    shown = {tile["name"]: (tile["value"], tile["note"]) for tile in head["tiles"]}
+    assert shown["Lag, steps"] == ("1.2", "at most 2 steps, 2 allowed")
+    assert shown["Rejected rollouts"] == ("0", "0 % of 80")
+    assert all(value and value != "-" for value, _ in shown.values()) and "Cost" not in shown
+    assert head["now"].startswith("The run is paused: for a test. 10 steps in 0 s, 80 rollouts")
+    [validator] = head["validators"]
+    assert (validator["judged"], validator["rejected"], validator["verdict_s"]) == (10, 2, 1.0)
+    # and no fact is without a number
+    assert "-" not in [text.strip("- /") or "-" for _, text in head["facts"]]
+
+
+def test_a_live_run_says_for_whom_it_waits_and_what_it_costs() -> None:
+    spec, rows = small_spec("small", 40), [metrics_row(step) for step in range(20)]
+    priced = {"hardware": Hardware(kind="h100", price_per_hour=2.5)}
+    spec = spec.model_copy(update={"learner": spec.learner.model_copy(update=priced)})
+    now = {"state": "running", "reason": "", "diagnosis": [], "wall_s": 3600.0}
+    now |= {"waiting_for": "validators (2 submissions)", "stages": {"learner": "compiling"}}
+    found = {tile.name: tile for tile in tiles(spec, rows, [ZERO, replace(ZERO, version=9)], now)}
+    # then the tiles are those of the figures that there are, coloured by what they say
+    assert found["Time left"].value == "3 min 20 s"
+    assert found["Cost"] == Tile("Cost", "2.50", "2.5 an hour, about 2.64 in the end")
+    assert found["Held-out, task reward"] == Tile(
+        *("Held-out, task reward", "0.25", "0.25 at version 0", "warn", [0.25, 0.25])
+    )
+    states = {name: tile.state for name, tile in found.items()}
+    assert states["Task reward"] == states["Length error, tokens"] == "good"
+    told = standing(now, rows, 40, "")
+    assert told.startswith(
+        "Step 21 of 40: learner: compiling; waits for validators (2 submissions);"
+    )
+    # and without targets there is no length error, and a reward of zero is red
+    bare = [row | {"length_error": None, "task_reward": 0.0} for row in rows]
+    red = {tile.name: tile.state for tile in tiles(spec, bare, [], now)}
+    assert red["Task reward"] == "bad" and "Length error, tokens" not in red
+    # and starts and ends are set apart from events that matter
+    result = "held-out of version 8: mean 0.5 (0.4 to 0.6)"
+    ended = ("ended with exit code 0, finished", "lost its disk", f"{result}, pass-2 0.7")
+    texts = ("starting (process 1)", "running", *ended)
+    shown = events_shown([EventRow(1.0, "learner", t, i) for i, t in enumerate(texts)])
+    assert [text for *_, text in shown["events"]] == [result, "lost its disk"]
+    assert len(shown["routine"]) == 3
 
 
 @pytest.mark.parametrize(
