@@ -17,6 +17,7 @@ from string import Template
 from typing import Any
 
 from runspec.core.errors import UserError
+from runspec.core.schema.training import TrainingChange
 from runspec.local.dashboard.overview import (
     evaluation_tables,
     facts,
@@ -196,6 +197,7 @@ class PageData:
             "name": self.name,
             "kind": spec.algorithm.kind,
             "steps": spec.steps,
+            "changes": [[each.step, _settings(each)] for each in spec.changes],
             "step": int(rows[-1]["step"]) + 1 if rows else 0,
             "left_s": time_left_s(rows, spec.steps),
             "now": standing(now, rows, spec.steps, work),
@@ -239,6 +241,12 @@ class PageData:
             text = json.dumps(changes, separators=(",", ":"))
             parts.append(f'"rollouts":[{changes["revision"]},{text}]')
         return "{" + ",".join(parts) + "}"
+
+
+def _settings(change: TrainingChange) -> str:
+    """Return what a change sets, like lr 1e-06, delta 2."""
+    values = change.model_dump(exclude={"name", "step"}, exclude_none=True, exclude_defaults=True)
+    return ", ".join(f"{name} {value:g}" for name, value in values.items())
 
 
 def plain_figure(figure: Figure) -> dict[str, Any]:

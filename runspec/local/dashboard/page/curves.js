@@ -108,6 +108,16 @@ function tick(value) {
   return value !== 0 && Math.abs(value) < 0.001 ? value.toExponential(0) : number(value);
 }
 
+/* A line where the settings of training change. */
+function drawChanges(plot) {
+  const { ctx, bbox } = plot;
+  ctx.strokeStyle = colour("warn");
+  for (const [step] of RUNS.flatMap((each) => each.head?.changes ?? [])) {
+    const x = plot.valToPos(step, "x", true);
+    if (x >= bbox.left && x <= bbox.left + bbox.width) ctx.strokeRect(x, bbox.top, 0, bbox.height);
+  }
+}
+
 /* A chart of one figure; `curves` returns what it draws now. */
 class Plot {
   constructor(figure, curves, height = 200) {
@@ -160,7 +170,7 @@ class Plot {
     const splits = positive ? { splits: (_, __, low, high) => logSplits(low, high), filter: (_, found) => found } : {};
     const tell = (plot) => legend(this.legend, plot, names);
     this.plot = new uPlot({
-      width, height, series, bands, legend: { show: false }, hooks: { setCursor: [tell], setData: [tell], ready: [tell] },
+      width, height, series, bands, legend: { show: false }, hooks: { setCursor: [tell], setData: [tell], ready: [tell], draw: [drawChanges] },
       axes: [{ ...axis, label: "step", labelSize: 18, size: 26 }, { ...axis, ...splits, size: room, values: (_, ticks) => ticks.map(tick) }],
       scales: { x: { time: false }, y },
       cursor: { sync: { key: "steps" } },
@@ -209,7 +219,9 @@ class Curves {
       if (!sections.size) this.body.append(el("p", {}, "No step is trained yet."));
     }
     const silent = this.plots.filter((plot) => !plot.tells);
-    this.silent.textContent = silent.length ? `Zero at every step, not drawn: ${silent.map((plot) => plot.figure.title.toLowerCase()).join(", ")}.` : "";
+    const changes = RUNS.flatMap((each) => each.head?.changes ?? []).map(([step, what]) => `Changed at step ${step}: ${what}.`);
+    const zeros = silent.map((plot) => plot.figure.title.toLowerCase()).join(", ");
+    this.silent.textContent = clean([...changes, zeros && `Zero at every step, not drawn: ${zeros}.`].filter(Boolean).join(" "));
     for (const plot of this.plots) plot.node.hidden = silent.includes(plot);
     this.body.querySelectorAll(".grid").forEach((grid) => this.arrange(grid));
     this.plots.filter((plot) => !plot.node.hidden).forEach((plot) => plot.draw());
