@@ -111,7 +111,8 @@ function tick(value) {
 /* A line where the settings of training change. */
 function drawChanges(plot) {
   const { ctx, bbox } = plot;
-  ctx.strokeStyle = colour("warn");
+  Object.assign(ctx, { strokeStyle: colour("warn"), lineWidth: devicePixelRatio });
+  ctx.setLineDash([]);
   for (const [step] of RUNS.flatMap((each) => each.head?.changes ?? [])) {
     const x = plot.valToPos(step, "x", true);
     if (x >= bbox.left && x <= bbox.left + bbox.width) ctx.strokeRect(x, bbox.top, 0, bbox.height);
