@@ -252,8 +252,9 @@ def test_the_page_works_by_keyboard_alone(chrome: Chrome, exported: str) -> None
     assert focus.get_attribute("id") == "tab-curves" and page.text("curves")
     assert [each.text for each in page.found("[aria-selected=true][tabindex='0']")] == ["Curves"]
     assert focus.value_of_css_property("outline-style") != "none"
-    # and what never was other than zero takes one line
-    assert page.text("silent") == "Zero at every step, not drawn: rejected rollouts."
+    # and what changed, and what never was other than zero, takes one line
+    zero = "Zero at every step, not drawn: rejected rollouts."
+    assert page.text("silent") == f"Changed at step 7: lr 0.0001. {zero}"
     # and a chart's values can be saved, and it can be enlarged
     page.run("window.save = (...saved) => (window.saved = saved)")
     [figure] = [each for each in page.found("#curves figure") if "Mean over" in each.text]
