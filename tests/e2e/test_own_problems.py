@@ -81,3 +81,24 @@ def test_the_report_and_the_commands_of_the_page_have_its_figures(finished):
     told = runspec("status", finished.dir, "--json")
     conditions = {each["type"]: each["status"] for each in json.loads(told.stdout)["conditions"]}
     assert (conditions["Finished"], conditions["NothingSolved"]) == ("True", "False")
+
+
+def test_the_model_is_evaluated_on_rows_exported_and_talked_to(finished, tmp_path):
+    # given some of the person's rows, in a file of their own
+    source = (finished.runs_dir / "sums" / "problems.jsonl").read_text().splitlines()
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(source[:6]) + "\n")
+    runs = ("--runs-dir", finished.dir.parent)
+    # when the run's model is evaluated on them, then answers are shown with what the grader says
+    evaluated = runspec("evaluate", "sums", "--data", rows, "--samples", "2", *runs)
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert "6 problems" in evaluated.stdout and evaluated.stdout.count("  output ") == 2
+    # when it is exported, then the copy is what was published, and says how to load it
+    model = tmp_path / "model"
+    exported = runspec("export", "sums", model, *runs)
+    assert exported.returncode == 0, exported.stderr
+    assert "AutoTokenizer.from_pretrained" in (model / "README.md").read_text()
+    # and somebody talks to it
+    talk = [sys.executable, "-m", "runspec", "chat", str(model), "--max-tokens", "8"]
+    asked = subprocess.run(talk, input="what is 1 + 2 ?\n", capture_output=True, text=True)
+    assert asked.returncode == 0 and "tokens)" in asked.stdout, asked.stderr
