@@ -10,6 +10,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
+from itertools import cycle
+from statistics import fmean
 from typing import Any
 
 from runspec.local.metrics import Row, is_supervised
@@ -57,7 +59,10 @@ class Figure:
 
 
 def draw(figure: Figure) -> str:
-    """The figure as an <svg> element: thin lines are steps, thick ones means over ten of them."""
+    """The figure as an <svg> element: thin lines are steps, thick ones means over ten of them.
+
+    Only the page draws `top`, `levels` and `log`.
+    """
     # Imported here: half a second that only whoever draws should pay. No pyplot: no global state.
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas
@@ -65,24 +70,20 @@ def draw(figure: Figure) -> str:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": figure.title, "font.size": 9}):
         canvas = Canvas(figsize=(4.4, 2.6), layout="constrained")
         axes = canvas.subplots()
-        for i, curve in enumerate(figure.curves):
-            colour = _COLOURS[i % len(_COLOURS)]
+        for curve, colour in zip(figure.curves, cycle(_COLOURS)):
             xs, ys = [x for x, _ in curve.points], [y for _, y in curve.points]
             label = curve.label or None
             if curve.averaged:
+                parts = [ys[max(0, i + 1 - _SMOOTH) : i + 1] for i in range(len(ys))]
                 axes.plot(xs, ys, color=colour, linewidth=0.8, alpha=0.45)
-                axes.plot(xs, smooth(ys, _SMOOTH), color=colour, linewidth=1.8, label=label)
+                axes.plot(xs, [*map(fmean, parts)], color=colour, linewidth=1.8, label=label)
             else:
                 axes.plot(xs, ys, color=colour, linewidth=0.8, label=label)
             if curve.band:
                 at, low, high = zip(*curve.band, strict=True)
                 axes.fill_between(at, low, high, color=colour, alpha=0.2, linewidth=0)
-            if i < len(figure.levels):
-                axes.axhline(figure.levels[i], color=colour, linewidth=0.8, linestyle="--")
-        if figure.log and any(y > 0 for curve in figure.curves for _, y in curve.points):
-            axes.set_yscale("log")
-        elif figure.bottom is not None:
-            axes.set_ylim(figure.bottom, max(axes.get_ylim()[1], figure.top or 0.0))
+        if figure.bottom is not None:
+            axes.set_ylim(bottom=figure.bottom)
         axes.spines[["top", "right"]].set_visible(False)
         for side in ("left", "bottom"):
             axes.spines[side].set_color(_INK)
@@ -98,13 +99,6 @@ def draw(figure: Figure) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 system-ui, sans-serif", svg)
     return svg.replace(_INK, "currentColor")
-
-
-def smooth(values: Sequence[float], width: int) -> list[float]:
-    """Running mean over the last `width` values (fewer at the start)."""
-    return [
-        sum(values[max(0, i + 1 - width) : i + 1]) / min(width, i + 1) for i in range(len(values))
-    ]
 
 
 def figures(rows: Sequence[Row]) -> dict[str, list[Figure]]:

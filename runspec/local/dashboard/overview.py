@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import Any, TypeVar
 
 from runspec.core.schema import RunSpec
@@ -81,7 +82,7 @@ def tiles(
     for key, (name, sign) in (_GRPO if spec.supervised is None else _SUPERVISED).items():
         known = [row[key] for row in rows if row.get(key) is not None]
         if known:
-            first, last = _mean(known[:ENDS]), _mean(known[-ENDS:])
+            first, last = fmean(known[:ENDS]), fmean(known[-ENDS:])
             state = "good" if (last - first) * sign > 0 and not head["diagnosis"] else "warn"
             if key == "task_reward" and last == 0:
                 state = "bad"
@@ -89,9 +90,9 @@ def tiles(
             note = f"{number(first)} in the first {ENDS} steps"
             yield Tile(name, number(last), "" if early else note, "" if early else state, known)
     if speeds := [found for row in rows if (found := tokens_per_s(row)) is not None]:
-        newest = _mean(speeds[-ENDS:])
+        newest = fmean(speeds[-ENDS:])
         busy = share(mean(rows[-ENDS:], "learner_busy_fraction"))
-        state = "warn" if newest < 0.5 * _mean(speeds) else "good"
+        state = "warn" if newest < 0.5 * fmean(speeds) else "good"
         yield Tile(
             "Learner, tokens/s", per_second(newest), f"{busy} of the time busy", state, speeds
         )
@@ -100,7 +101,7 @@ def tiles(
     else:
         waits = [found for row in rows if (found := input_wait_share(row)) is not None]
         if waits:
-            yield Tile("Waits for input", share(_mean(waits[-ENDS:])), "of the time", "", waits)
+            yield Tile("Waits for input", share(fmean(waits[-ENDS:])), "of the time", "", waits)
     yield from _time_and_cost(spec, rows, head)
 
 
@@ -125,7 +126,7 @@ def _asynchrony(spec: RunSpec, rows: Sequence[Row]) -> Iterator[Tile]:
         most, allowed = max(row.get("lag_max") or 0 for row in rows), spec.grpo.async_level
         note = f"at most {most} steps, {allowed} allowed"
         state = "good" if most <= allowed else "warn"
-        yield Tile("Lag, steps", number(_mean(lags[-ENDS:]), 2), note, state, lags)
+        yield Tile("Lag, steps", number(fmean(lags[-ENDS:]), 2), note, state, lags)
     if rows:
         rejected = [float(row.get("rejected_rollouts") or 0) for row in rows]
         lost, good = sum(rejected), sum(row.get("accepted_rollouts") or 0 for row in rows)
@@ -149,13 +150,9 @@ def _time_and_cost(spec: RunSpec, rows: Sequence[Row], head: Mapping[str, Any]) 
         yield Tile("Cost", f"{price * up / 3600:,.2f}", note)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def plain_tile(tile: Tile) -> dict[str, Any]:
     """Return a tile as plain data for the page."""
-    return vars(tile) | {"points": [float(f"{_mean(p):.4g}") for p in parted(tile.points, POINTS)]}
+    return vars(tile) | {"points": [float(f"{fmean(p):.4g}") for p in parted(tile.points, POINTS)]}
 
 
 def evaluation_tables(results: Sequence[Evaluated]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
+from statistics import fmean
 from string import Template
 from typing import Any
 
@@ -27,7 +28,7 @@ from runspec.local.dashboard.overview import (
     tiles,
     work_line,
 )
-from runspec.local.dashboard.rollouts import MAX_TOKENS, Rollouts
+from runspec.local.dashboard.rollouts import MAX_TOKENS, Rollouts, rounded
 from runspec.local.dashboard.source import Source
 from runspec.local.diagnosis import SECTION, evaluation_plots
 from runspec.local.metrics import ENDS, Row, end_figures, mean, summarise, time_left_s
@@ -217,7 +218,7 @@ class PageData:
             self._rows, self._results = rows, results
             plots = {SECTION: evaluation_plots(results)} if results else {}
             plots |= figures(rows)
-            self._set("figures", {title: [*map(plain_figure, of)] for title, of in plots.items()})
+            self._set("figures", {title: [*map(_figure, of)] for title, of in plots.items()})
         self._set("timeline", self._timeline.spans(rows, results))
 
     def _set(self, name: str, value: Any) -> None:
@@ -249,26 +250,21 @@ def _settings(change: TrainingChange) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in values.items())
 
 
-def plain_figure(figure: Figure) -> dict[str, Any]:
+def _figure(figure: Figure) -> dict[str, Any]:
     """Return a figure as plain data for the page."""
-    return vars(figure) | {"curves": [_curve(curve) for curve in figure.curves]}
+    return vars(figure) | {"curves": [*map(_curve, figure.curves)]}
 
 
 def _curve(curve: Curve) -> dict[str, Any]:
     # Each point is the mean of its share of neighbours, at the last x.
     parts = parted(curve.points, MAX_POINTS)
-    points = [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
     return {
         "label": curve.label,
-        "x": [x for x, _ in points],
-        "y": [_rounded(y) for _, y in points],
+        "x": [part[-1][0] for part in parts],
+        "y": [rounded(fmean(y for _, y in part)) for part in parts],
         "averaged": curve.averaged,
-        "band": [[x, _rounded(low), _rounded(high)] for x, low, high in curve.band],
+        "band": [[x, rounded(low), rounded(high)] for x, low, high in curve.band],
     }
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.5g}")
 
 
 MAX_EXPORT_BYTES = 20_000_000
@@ -312,8 +308,7 @@ def exported_page(views: Sequence[PageData], most: int = MAX_EXPORT_BYTES) -> st
     """
     frame = len(html_page("", "", "'none'").encode()) + _ROOM
     # All but the rollouts, of which the ones that fit are added.
-    known = [dict.fromkeys(("rollouts",), view.rollouts.revision) for view in views]
-    runs = [json.loads(view.answer(at)) for view, at in zip(views, known, strict=True)]
+    runs = [json.loads(view.answer({"rollouts": view.rollouts.revision})) for view in views]
     left = most - frame - sum(len(_json(run).encode()) for run in runs)
     for view, run in zip(views, runs, strict=True):
         _add_rollouts(view, run, left // len(views))
@@ -343,9 +338,7 @@ def _add_rollouts(view: PageData, run: dict[str, Any], room: int) -> None:
             size += len(_json(found).encode())
         if found is not None and size <= free:
             details.update(found)
-        elif listed <= reserve:
-            size = listed
-        else:
+        elif (size := listed) > reserve:
             continue
         room, reserve = room - size, max(0.0, reserve - listed)
         rows += members

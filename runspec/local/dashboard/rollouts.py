@@ -60,7 +60,6 @@ minus the group's mean; `gap` is the mean |claimed - recomputed| log-prob, null 
 same), dropped (the grader failed) or rejected; `check` names the check that failed; `words` are
 the prompt's first, at the first rollout of a group alone."""
 _OUTCOME = FIELDS.index("outcome")
-Listed = list[Any]
 _OF_GRADE = {"usable": "accepted", "filtered": "filtered", "dropped": "dropped"}
 
 
@@ -85,7 +84,7 @@ class _Submission:
 class _Entry:
     """A listed rollout."""
 
-    values: Listed
+    values: list[Any]
     lease: str
     row: int
     """Its row in the files of the submission."""
@@ -219,8 +218,8 @@ class Rollouts:
             values = [
                 *(each, rollout.step, group, rollout.problem_id, rollout.sample),
                 *(rollout.worker[:8], rollout.version, verdict.target, len(rollout.output_tokens)),
-                *(_short(verdict.task_reward), _short(verdict.length_penalty)),
-                *(_short(verdict.reward), _short(advantages[row]), _short(verdict.logprob_diff)),
+                *(rounded(verdict.task_reward), rounded(verdict.length_penalty)),
+                *(rounded(verdict.reward), rounded(advantages[row]), rounded(verdict.logprob_diff)),
                 submission.outcome(rollout.group),
                 next((check.name for check in verdict.checks if not check.passed), None),
                 words,
@@ -270,21 +269,19 @@ class Rollouts:
             rollout, verdict = self._opened(submission.lease.step, submission.digest)[entry.row]
         except MalformedTable as error:
             raise UserError(str(error), place=submission.digest, remedy="audit the run") from error
-        tokens = [int(token) for token in rollout.output_tokens[:MAX_TOKENS]]
+        tokens, recomputed = rollout.output_tokens[:MAX_TOKENS].tolist(), verdict.logprobs
         return {
             "prompt": self._decoded(rollout.prompt_tokens[-MAX_TOKENS:]),
             "pieces": self._pieces(tokens),
-            "logprobs": _shorts(rollout.logprobs[:MAX_TOKENS]),
-            "recomputed": None
-            if verdict.logprobs is None
-            else _shorts(verdict.logprobs[:MAX_TOKENS]),
+            "logprobs": _all_rounded(rollout.logprobs[:MAX_TOKENS]),
+            "recomputed": None if recomputed is None else _all_rounded(recomputed[:MAX_TOKENS]),
             "more": len(rollout.output_tokens) - len(tokens),
             "worker": rollout.worker,
             "submission": submission.digest,
             "finish_reason": rollout.finish_reason,
             "reason": submission.reason,
             "checks": [
-                [c.name, c.passed, _short(c.value), _short(c.limit), c.reason]
+                [c.name, c.passed, rounded(c.value), rounded(c.limit), c.reason]
                 for c in verdict.checks
             ],
         }
@@ -346,10 +343,10 @@ def _advantages(read: Iterable[tuple[Rollout, RolloutVerdict]]) -> list[float]:
     return found
 
 
-def _short(value: float | None) -> float | None:
+def rounded(value: float | None) -> float | None:
     """Return a number with five significant digits, which the page shows; no NaN, no infinity."""
     return None if value is None or not np.isfinite(value) else float(f"{value:.5g}")
 
 
-def _shorts(values: np.ndarray) -> list[float | None]:
-    return [_short(float(value)) for value in values]
+def _all_rounded(values: np.ndarray) -> list[float | None]:
+    return [rounded(float(value)) for value in values]

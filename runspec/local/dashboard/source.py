@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 from broadcast.layout import stored_versions
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.files import read_bounded
-from runspec.core.process import load_endpoints
 from runspec.core.run_files import METRICS_FILE, initial_model, submission_files
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import load_resolved
@@ -164,24 +163,18 @@ class FolderSource:
         }
 
     def _server(self, known: dict[str, Any]) -> dict[str, Any]:
-        endpoints, store = load_endpoints(self._run_dir), self._run_dir / "store" / known["name"]
-        urls = endpoints.all() if endpoints else {}
-        return {
-            **known,
-            "url": urls.get(known["name"], known["url"]),
-            "versions": stored_versions(store, self.spec.name),
-            "bytes_sent": served_bytes(store),
-        }
+        store = self._run_dir / "store" / known["name"]
+        versions = stored_versions(store, self.spec.name)
+        return {**known, "versions": versions, "bytes_sent": served_bytes(store)}
 
 
 def broadcast_tree(spec: RunSpec) -> list[dict[str, Any]]:
-    """Return origin and relays with what the spec says of them: upstream roles and URL."""
+    """Return origin and relays with what the spec says of them: upstream roles."""
     unknown: dict[str, Any] = {"versions": [], "bytes_sent": None}
-    tree = [{"name": "origin", "upstream": [], "url": spec.broadcast.origin.url or "", **unknown}]
+    tree = [{"name": "origin", "upstream": [], **unknown}]
     for relay in spec.broadcast.relays:
         upstream = [name if name == "origin" else f"relay-{name}" for name in relay.upstream]
-        known = {"name": f"relay-{relay.name}", "upstream": upstream, "url": relay.url or ""}
-        tree.append({**known, **unknown})
+        tree.append({"name": f"relay-{relay.name}", "upstream": upstream, **unknown})
     return tree
 
 

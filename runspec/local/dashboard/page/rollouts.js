@@ -31,14 +31,11 @@ function range(text) {
 
 /* How many characters all texts begin with, up to the end of a word. */
 function commonStart(texts) {
-  let low = null, high = null;
-  for (const text of texts) {
-    if (low === null || text < low) low = text;
-    if (high === null || text > high) high = text;
-  }
+  const sorted = [...new Set(texts)].sort(), low = sorted[0], high = sorted.at(-1);
+  if (sorted.length < 2) return 0;
   let same = 0;
-  while (low !== high && same < low.length && low[same] === high[same]) same++;
-  return low === null || low === high ? 0 : low.slice(0, same).lastIndexOf(" ") + 1;
+  while (same < low.length && low[same] === high[same]) same++;
+  return low.slice(0, same).lastIndexOf(" ") + 1;
 }
 
 class RolloutsView {
@@ -113,21 +110,16 @@ class RolloutsView {
     if (less.length) notes.push(`${less.join(" and ")}, so that this file stays small`);
     if (unreadable) notes.push("those of older steps were deleted (storage.rollouts keeps more)");
     this.count.textContent = notes.join("; ");
-    if (!this.shown.some((row) => row[f.id] === this.chosen)) this.first();
-  }
-
-  /* Opens the first rollout of the list, the first one with its text if there is one. */
-  first() {
-    const f = this.run.fields, row = this.shown.find((each) => this.run.has(each[f.id])) ?? this.shown[0];
-    if (row) this.choose(row);
+    if (this.shown.some((row) => row[f.id] === this.chosen)) return;
+    const first = this.shown.find((row) => this.run.has(row[f.id])) ?? this.shown[0]; // with its text if there is one
+    if (first) this.choose(first);
     else this.detail.replaceChildren(el("p", {}, this.run.rows.size ? "No rollout fits the filters." : "No rollout was judged yet."));
   }
 
   arrow(event) {
-    const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (!by) return;
+    if (!["ArrowDown", "ArrowUp"].includes(event.key)) return;
     event.preventDefault();
-    this.move(by);
+    this.move(event.key === "ArrowDown" ? 1 : -1);
   }
 
   /* Rows that are in sight. */
