@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from runspec.local.dashboard.source import Source
 
 _MAX_RUNS = 8
+_MARKS = (SPEC_FILE, STATE_FILE, SITE_FILE)
+"""Files of which a run's directory has at least one."""
 _NEWEST_BYTES = 64 * 1024
 """How much of a run's metrics.jsonl is read for its row."""
 
@@ -50,9 +52,7 @@ def list_command(
     if as_json:
         print(json.dumps(rows, indent=2))
         return 0
-    table = options.plain_table(
-        *("run", "state", ">step", "newest", ">held out", ">up for", ">age")
-    )
+    table = options.plain_table("run", "state", ">step", "newest", ">held out", ">up for", ">age")
     for row in rows:
         if row["step"] is None:
             table.add_row(row["run"], row["state"])
@@ -85,8 +85,7 @@ def run_rows(folder: Path) -> list[dict[str, Any]]:
         raise UserError(
             "no such folder", place=str(folder), remedy="start a run with `runspec apply`"
         )
-    marks = (SPEC_FILE, STATE_FILE, SITE_FILE)
-    found = {path.parent for mark in marks for path in folder.glob(f"[!.]*/{mark}")}
+    found = {path.parent for mark in _MARKS for path in folder.glob(f"[!.]*/{mark}")}
     rows = [_row(each) for each in sorted(found)]
     return sorted(rows, key=lambda row: -(row["started"] or 0.0))
 
@@ -179,8 +178,8 @@ def dashboard_command(
 
 def _named(run: str, runs_dir: Path) -> list[str]:
     """Return the run, or the newest runs of the folder that it names."""
-    folder, marks = Path(run), (SPEC_FILE, STATE_FILE, SITE_FILE)
-    is_run = (runs_dir / run / SPEC_FILE).exists() or any((folder / m).exists() for m in marks)
+    folder = Path(run)
+    is_run = (runs_dir / run / SPEC_FILE).exists() or any((folder / m).exists() for m in _MARKS)
     if is_server_url(run) or is_run or not folder.is_dir():
         return [run]
     readable = [row["directory"] for row in run_rows(folder) if row["step"] is not None]

@@ -69,13 +69,8 @@ def evaluate_command(
         UserError: the weights are missing or damaged, or the suite has errors.
     """
     theirs = {"--python": python, "--task": task, "--out": out, "options after --": context.args}
-    ours: dict[str, object] = {
-        "--suite": suite,
-        "--data": data,
-        "--set": overrides,
-        "--overlap": overlap,
-    }
-    ours["--samples"] = samples
+    ours: dict[str, object] = {"--suite": suite, "--data": data, "--set": overrides}
+    ours |= {"--overlap": overlap, "--samples": samples}
     if wrong := [name for name, value in (ours if tool else theirs).items() if value]:
         how = "beside --with" if tool else "without --with"
         raise BadUsage(f"{wrong[0]} {how}", remedy="see `runspec evaluate --help`")
@@ -147,16 +142,13 @@ def _evaluated(
     command = [sys.executable, "-m", "sampler", "suite", str(resolved), str(weights)]
     command += ["--out", str(out), *(word for name in names for word in ("--evaluation", name))]
     pool = evaluator_pool(spec)
-    environment = vllm_environment(
-        (), on_cpu=pool.hardware.kind == "cpu", tensor=pool.parallel.tensor
-    )
+    on_cpu = pool.hardware.kind == "cpu"
+    environment = vllm_environment((), on_cpu=on_cpu, tensor=pool.parallel.tensor)
     # The process reads rows before it forks, so it may have no threads. It ends without taking its
     # engine apart, which multiprocessing would remark on.
-    environment = {**environment, "TOKENIZERS_PARALLELISM": "false"}
     quiet = {"PYTHONWARNINGS": "ignore:resource_tracker"}
-    done = subprocess.run(
-        [*command, *more], env={**quiet, **os.environ, **environment}, check=False
-    )
+    environment = quiet | dict(os.environ) | environment | {"TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run([*command, *more], env=environment, check=False)
     if done.returncode != 0 or not out.exists():
         raise UserError(
             f"the evaluation ended with exit code {done.returncode}",
@@ -202,7 +194,6 @@ def print_results(found: Mapping[str, Any], *, as_json: bool, samples: bool = Fa
 
 
 LOG_NAME = "tool.log"
-_LOOK_S = 0.2
 
 
 def evaluate_with(
@@ -305,7 +296,7 @@ def run_tool(
             ) from error
         try:
             while process.poll() is None and server.poll() is None and not stops():
-                time.sleep(_LOOK_S)
+                time.sleep(serve.LOOK_S)
         finally:
             if process.poll() is None:
                 serve.end_group(process)

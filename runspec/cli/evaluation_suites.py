@@ -130,21 +130,15 @@ def named_suite(suite: str, data: Path | None, folder: Path) -> tuple[Path, Sequ
     """
     shipped = shipped_names()
     if suite not in shipped:
+        known = f"the shipped ones are {', '.join(shipped)}"
         if data is not None:
-            raise BadUsage(
-                "--data is of a shipped suite; a file of your own names its problems itself",
-                place=suite,
-                remedy=f"the shipped ones are {', '.join(shipped)}",
-            )
+            thing = "--data is of a shipped suite; a file of your own names its problems itself"
+            raise BadUsage(thing, place=suite, remedy=known)
         if Path(suite).suffix in _OF_ROWS:
             remedy = f"--data {suite} without --suite"
             raise BadUsage("rows, not a suite", place=suite, remedy=remedy)
         if not Path(suite).is_file():
-            raise BadUsage(
-                "no such file, and no shipped suite",
-                place=suite,
-                remedy=f"the shipped ones are {', '.join(shipped)}",
-            )
+            raise BadUsage("no such file, and no shipped suite", place=suite, remedy=known)
         return Path(suite), ()
     if data is None or not data.exists():
         raise BadUsage(

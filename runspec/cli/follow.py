@@ -25,22 +25,14 @@ import typer
 
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import WeightsManifest
-from runspec.cli import options
+from runspec.cli import options, serve
 from runspec.cli.runs import run_and_version
-from runspec.cli.serve import (
-    HOST,
-    Served,
-    link_files,
-    served,
-    server_failed,
-    serving,
-    socket_folder,
-)
+from runspec.cli.serve import Served
 from runspec.core.address import is_loopback
 from runspec.core.connection_limits import Observer, answering
 from runspec.core.errors import BadUsage, UserError, one_line
 from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode
-from runspec.core.http_server import serving as listening
+from runspec.core.http_server import serving
 from runspec.core.run_files import PROBE_FILE, weights_folder
 from runspec.core.schema import RunSpec
 from runspec.local.backend import StopSignals
@@ -56,9 +48,6 @@ START_S = 3600.0
 MOVE_S = 660.0
 """Seconds for an answer to a move, beside those that requests are held: more than the server
 gives the engine to load it."""
-TELL_S = 10.0
-"""Seconds between two lines that say what is waited for."""
-LOOK_S = 0.2
 _log = logging.getLogger(__name__)
 _IN_SERVER = (
     *("--middleware", "sampler.engine.version_switch.VersionSwitch"),
@@ -137,7 +126,7 @@ class Versions:
         own = self._folder / f"v{version}"
         shutil.rmtree(own, ignore_errors=True)
         try:
-            link_files(found.folder, own)
+            serve.link_files(found.folder, own)
             require_published(own, found.manifest)
         except BaseException:
             shutil.rmtree(own, ignore_errors=True)
@@ -246,7 +235,7 @@ class _Vllm:
         if self.follower is not None and self.follower.error is not None:
             raise self.follower.error
         if (code := self.process.poll()) is not None:
-            raise server_failed(f"ended with exit code {code}", self.log)
+            raise serve.server_failed(f"ended with exit code {code}", self.log)
 
 
 @contextmanager
@@ -268,7 +257,7 @@ def _loading(
     if shared and found.pool.hardware.kind != "cpu":  # vLLM's default is nearly all of it
         more = ["--gpu-memory-utilization", "0.45", *more]
     engine = Engine.of(found.names, found.folder, at, found.spec)
-    with serving(found, HOST, 0, more, log, **how) as process:
+    with serve.serving(found, serve.HOST, 0, more, log, **how) as process:
         yield _Vllm(found.names, engine, process, log)
 
 
@@ -315,7 +304,7 @@ async def _answer(
     """
     application = front.application()
     application.middlewares.insert(0, answering)
-    async with listening(application, at, LIMITS, Observer(), _log) as (port, _):
+    async with serving(application, at, LIMITS, Observer(), _log) as (port, _):
         begun = told = time.monotonic()
         waits = list(vllms)
         while not stops():
@@ -327,12 +316,12 @@ async def _answer(
                 if not waits:
                     _tell(front, at[0], port, secret, vllms)
             elif waits and now - begun > START_S:
-                raise server_failed(f"is not up in {START_S:g} s", waits[0].log)
-            elif waits and now - told >= TELL_S:
+                raise serve.server_failed(f"is not up in {START_S:g} s", waits[0].log)
+            elif waits and now - told >= serve.TELL_S:
                 told = now
                 what = f"vLLM loads {waits[0].names[-1]}: {now - begun:.0f} s so far"
                 print(f"{what}; it writes to {waits[0].log}", flush=True)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(serve.LOOK_S)
     return 0
 
 
@@ -402,7 +391,7 @@ def serve_command(
         return _manage(Accounts(run_and_version(what, runs_dir)[0] / FILE), revoke)
     name = what.partition("@")[0]
     others = [] if beside is None else [f"{name}@{beside}" if beside.isdecimal() else beside]
-    found = [served(each, runs_dir) for each in (what, *others)]
+    found = [serve.served(each, runs_dir) for each in (what, *others)]
     found = [replace(each, spec=each.spec or found[0].spec) for each in found]  # same questions
     if follow and len(found[0].names) == 1:
         raise BadUsage(
@@ -416,7 +405,7 @@ def serve_command(
     known = Accounts(run_dir / FILE) if register and run_dir is not None else None
     secret = "" if register or is_loopback(host) else secrets.token_urlsafe(16)
     with ExitStack() as up:
-        folder, vllms = Path(up.enter_context(socket_folder())), list[_Vllm]()
+        folder, vllms = Path(up.enter_context(serve.socket_folder())), list[_Vllm]()
         for number, each in enumerate(found):
             how = (each, folder / str(number), context.args, len(found) > 1)
             started = _loading(*how)

@@ -311,9 +311,8 @@ def where_lines(spec: RunSpec, groups: list[dict[str, Any]], files: SpecFiles) -
         yield f"  others: {_what(group)}"
         yield f"    {group['commands'][0]}{more}"
     if away:
-        prepare = shlex.join(
-            ["runspec", "prepare", *options.words_of(files, None), "-o", str(SITE)]
-        )
+        words = ["runspec", "prepare", *options.words_of(files, None), "-o", str(SITE)]
+        prepare = shlex.join(words)
         end = ";" if spec.samplers else ""
         yield f"  bundles come from `{prepare}`, whose trunk then takes the place of `apply`{end}"
         if spec.samplers:

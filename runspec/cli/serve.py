@@ -47,8 +47,9 @@ START_S = 600.0
 """Longest start of a server; a large model takes minutes to load."""
 HOST = "127.0.0.1"
 _END_S = 10.0
-_LOOK_S = 0.5
-_TELL_S = 10.0
+LOOK_S = 0.2
+TELL_S = 10.0
+"""Seconds between two lines that say what is waited for."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def await_server(
                     return
             except (OSError, http.client.HTTPException):
                 pass  # not yet
-        time.sleep(_LOOK_S)
+        time.sleep(LOOK_S)
     if stops():
         return
     ended = server.poll()
@@ -321,7 +322,7 @@ def telling(name: str, log: Path) -> Callable[[], int]:
     def tell() -> int:
         nonlocal said
         now = time.monotonic()
-        if now - said >= _TELL_S:
+        if now - said >= TELL_S:
             said = now
             newest = one_line("".join(last_lines(log, 1)), 120) or "vLLM starts"
             print(f"loading {name} for {now - began:.0f} s: {newest}", file=sys.stderr)

@@ -154,9 +154,8 @@ def mean_new_tokens(spec: RunSpec) -> Assumed:
 
 def _figure(spec: RunSpec, field: str, default: float, source: str, unit: str = "share") -> Assumed:
     """Return the figure of a field of `estimate`; a default and its source if the spec has none."""
-    given = getattr(spec.estimate, field)
-    if given is not None:
-        return Assumed(field.replace("_", " "), given, unit, f"estimate.{field}")
+    if (given := getattr(spec.estimate, field)) is not None:
+        default, source = given, f"estimate.{field}"
     return Assumed(field.replace("_", " "), default, unit, source)
 
 

@@ -102,10 +102,8 @@ class Accounts:
     def owner(self, key: str) -> str | None:
         """Return the name of the account that a key belongs to."""
         with self._opened() as database:
-            sql = (
-                "SELECT name FROM keys JOIN accounts USING (name) WHERE digest = ? AND NOT revoked"
-            )
-            found = database.execute(sql, (_digest(key),)).fetchone()
+            sql = "SELECT name FROM keys JOIN accounts USING (name) WHERE digest = ?"
+            found = database.execute(f"{sql} AND NOT revoked", (_digest(key),)).fetchone()
         return None if found is None else str(found[0])
 
     def spend(self, name: str, tokens: int) -> int:

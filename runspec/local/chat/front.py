@@ -159,8 +159,7 @@ class Front:
         """Whether all models are loaded."""
 
     def application(self) -> web.Application:
-        middlewares = [self._guard]
-        application = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
+        application = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         routes = [web.get("/health", self._health), web.get("/v1/models", self._models)]
         routes += [web.post(path, self._generate) for path in ("/v1/completions", _CHAT)]
         if self.page:
@@ -221,9 +220,7 @@ class Front:
             if self._buckets.wait_s(bucket, (ATTEMPTS - 1) * ATTEMPT_S, now):
                 raise web.HTTPTooManyRequests(text="too many attempts; try again in a minute")
             self._buckets.take(bucket, ATTEMPT_S, now)
-        work: Callable[[str, str], str | None] = self._accounts.register
-        if request.path == "/login":
-            work = self._accounts.login
+        work = self._accounts.login if request.path == "/login" else self._accounts.register
         try:
             async with self._hashing:
                 key = await asyncio.to_thread(work, name, password)
@@ -385,11 +382,7 @@ def _session(engine: Engine) -> aiohttp.ClientSession:
 async def is_up(engine: Engine) -> bool:
     """Return whether a vLLM server answers."""
     try:
-        async with (
-            asyncio.timeout(5.0),
-            _session(engine) as session,
-            session.get(_HEALTH) as answer,
-        ):
+        async with asyncio.timeout(5.0), _session(engine) as vllm, vllm.get(_HEALTH) as answer:
             return answer.ok
     except (OSError, aiohttp.ClientError):  # a TimeoutError is an OSError
         return False

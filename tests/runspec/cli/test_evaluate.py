@@ -20,15 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from runspec.cli import evaluation_suites as suites
 from runspec.cli.evaluate import LOG_NAME, run_tool
-from runspec.cli.evaluation_suites import ROWS as ROWS_NAME
-from runspec.cli.evaluation_suites import (
-    bare_spec,
-    named_suite,
-    rows_suite,
-    shipped_names,
-    suite_spec,
-)
 from runspec.core.entry_points import Asked, Measured
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.models.family import named_model
@@ -68,8 +61,8 @@ WRONG: dict[str, list[str]] = {
 
 
 def spec_of(suite: str, data: Path, folder: Path) -> RunSpec:
-    file, overrides = named_suite(suite, data, folder)
-    return suite_spec(bare_spec(folder, 512), file, overrides, folder)
+    file, overrides = suites.named_suite(suite, data, folder)
+    return suites.suite_spec(suites.bare_spec(folder, 512), file, overrides, folder)
 
 
 def problems_of(spec: RunSpec, suite: str) -> ProblemSource:
@@ -84,7 +77,7 @@ def graders():
 
 
 def test_every_suite_is_here():
-    assert shipped_names() == sorted(RIGHT)
+    assert suites.shipped_names() == sorted(RIGHT)
 
 
 @pytest.mark.parametrize("suite", sorted(RIGHT))
@@ -155,10 +148,10 @@ def test_a_suite_whose_problems_are_missing_is_named(tmp_path):
         (str(ROWS / "gsm8k.jsonl"), ROWS / "gsm8k.jsonl", "--data is of a shipped suite"),
     ):
         with pytest.raises(BadUsage, match=message):
-            named_suite(suite, data, tmp_path)
+            suites.named_suite(suite, data, tmp_path)
     (broken := tmp_path / "broken.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(UserError, match="cannot be unpacked"):
-        named_suite("gsm8k", broken, tmp_path)
+        suites.named_suite("gsm8k", broken, tmp_path)
 
 
 OWN = {"name": "own", "kind": "parquet", "uri": "x", "params": {"prompt": "q", "split": "train"}}
@@ -181,12 +174,12 @@ def test_rows_without_a_suite_are_asked_in_the_form_of_the_run(
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
     if suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), data := tmp_path / "rows.parquet")
-    base = bare_spec(tmp_path, 512)
+    base = suites.bare_spec(tmp_path, 512)
     base["data"]["sources"] = sources
     base["reward"] = [{"name": kind, "kind": kind} for kind in reward]
-    spec = suite_spec(base, rows_suite(base, data, tmp_path), (), tmp_path)
-    [source] = [each for each in spec.data.sources if each.name == ROWS_NAME]
-    assert (source.train, spec.evaluations[-1].source) == (False, ROWS_NAME)
+    spec = suites.suite_spec(base, suites.rows_suite(base, data, tmp_path), (), tmp_path)
+    [source] = [each for each in spec.data.sources if each.name == suites.ROWS]
+    assert (source.train, spec.evaluations[-1].source) == (False, suites.ROWS)
     assert make_source(source, 1, KeepAll()).problem(0).prompt == "1+1?"
     assert "math" in {term.kind for term in spec.reward}
 

@@ -110,7 +110,7 @@ def test_a_served_prompt_opens_the_thinking_where_the_run_does(run_dir, tmp_path
 def test_a_command_says_what_it_waits_for_and_ends_with_its_server_a_failure_or_a_stop(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(follow, "TELL_S", 0.0)
+    monkeypatch.setattr("runspec.cli.serve.TELL_S", 0.0)
     (tmp_path / "log").write_text("out of memory")
     engine = Engine((RUN,), tmp_path / "vllm", None, thinks=False, opened=False, targets=())
 

@@ -177,11 +177,8 @@ def test_only_the_allow_list_reaches_vllm():
 
 def test_beyond_this_machine_a_key_is_needed():
     with fronted(token="s3cret") as (url, fake):
-        assert [ask(url, "sum", key).status_code for key in ("", "other", "s3cret")] == [
-            401,
-            401,
-            200,
-        ]
+        codes = [ask(url, "sum", key).status_code for key in ("", "other", "s3cret")]
+        assert codes == [401, 401, 200]
         assert len(fake.asked) == 1
         assert httpx.get(url).status_code == 200
 
@@ -268,16 +265,13 @@ def test_the_page_folds_thinking_stops_copies_and_follows(chrome) -> None:  # no
 
 @pytest.mark.slow
 def test_two_versions_answer_side_by_side_for_whoever_has_the_link(chrome) -> None:  # noqa: F811
+    buttons = partial(chrome.find_elements, "css selector", ".card button")
     with fronted((RUN, f"{RUN}@v0"), token="s3cret") as (url, fake):
         for link in (url, f"{url}/#token=s3cret"):
             chrome.get("about:blank")
             chrome.get(link)
             chrome.find_element("id", "question").send_keys("sum\n")
-            eventually(
-                lambda: len(chrome.find_elements("css selector", ".card button")) == 2,
-                "both answers",
-                poll_s=0.1,
-            )
+            eventually(lambda: len(buttons()) == 2, "both answers", poll_s=0.1)
             refused = "a key is needed" in chrome.find_element("id", "trouble").text
             assert refused == (link == url)
         assert sorted(body["model"] for _, body in fake.asked) == [RUN, f"{RUN}@v0"]

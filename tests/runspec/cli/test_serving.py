@@ -159,10 +159,8 @@ def test_a_server_answers_what_vllm_answers_without_one(tmp_path, forked):
     with ThreadPoolExecutor(1) as client:
         answered = client.submit(asked)
         try:
-            assert (
-                serve_command(SimpleNamespace(args=[]), RUN, HOST, port, runs_dir=run_dir.parent)
-                == 0
-            )
+            context, runs = SimpleNamespace(args=[]), run_dir.parent
+            assert serve_command(context, RUN, HOST, port, runs_dir=runs) == 0
         finally:
             ended.set()
     # then the newest version has both names, under which it gives the same tokens, and no other
