@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -37,9 +37,11 @@ from runspec.core.run_files import PROBE_FILE, weights_folder
 from runspec.core.schema import RunSpec
 from runspec.local.backend import StopSignals
 from runspec.local.chat.accounts import FILE, Accounts
-from runspec.local.chat.front import LIMITS, Engine, Front, is_up
 from runspec.local.formatting import reported
 from runspec.local.model_folders import published_version
+
+if TYPE_CHECKING:  # it draws numpy, which the base package has not
+    from runspec.local.chat.front import Engine, Front
 
 POLL_S = 1.0
 """Seconds between two looks for a new version."""
@@ -251,6 +253,8 @@ def _loading(
         shared: whether another one has a part of the memory.
         how: options of `serving`.
     """
+    from runspec.local.chat.front import Engine
+
     folder.mkdir()
     at, log = folder / "vllm", folder / "log"
     more = ["--uds", str(at), "--uvicorn-log-level", "warning", *words]
@@ -302,6 +306,8 @@ async def _answer(
     Raises:
         UserError: the port is taken, or a server ended or is not up in time.
     """
+    from runspec.local.chat.front import LIMITS, is_up
+
     application = front.application()
     application.middlewares.insert(0, answering)
     async with serving(application, at, LIMITS, Observer(), _log) as (port, _):
@@ -387,6 +393,8 @@ def serve_command(
         UserError: vLLM is not installed, the files are not what was published, the server ended
             by itself, or it can load a version no more.
     """
+    from runspec.local.chat.front import Front
+
     if accounts or revoke is not None:
         return _manage(Accounts(run_and_version(what, runs_dir)[0] / FILE), revoke)
     name = what.partition("@")[0]
