@@ -168,8 +168,7 @@ class TestFlooding:
 
     def test_lines_in_the_log(self, site: Site, caplog: pytest.LogCaptureFixture) -> None:
         """Each refusal would be a line, each malformed request a traceback: none is."""
-        key, worker = site.worker()
-        granted(site, worker)  # by then the coordinator has said that a version is published
+        key, _ = site.worker()
         caplog.set_level("INFO")
         codes = {leases(site, SigningKey.generate()).status_code for _ in range(40)}
         assert codes <= {403, 429}
@@ -181,7 +180,8 @@ class TestFlooding:
                 stream.sendall(broken)
                 assert b" 400 " in stream.recv(4096)
         logged = {"verify.coordinator.run", "aiohttp.server"}
-        assert [r.getMessage() for r in caplog.records if r.name in logged] == []
+        lines = {r.getMessage() for r in caplog.records if r.name in logged}
+        assert lines <= {"version 0 is published"}  # which may come late
 
     def test_a_status_that_takes_long_to_make(self) -> None:
         """Of thousands of keys it takes a second, and anybody may ask: it is made for many."""
