@@ -43,8 +43,9 @@ from bridge.delta import (
     write_delta,
 )
 from bridge.delta_file import SUFFIX
-from bridge.safetensors_io import SINGLE_NAME, TENSORS_NAME, write_safetensors
+from bridge.safetensors_io import SINGLE_NAME, write_safetensors
 from bridge.weight_map import hf_shapes
+from broadcast.layout import TENSORS_NAME
 from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.models.family import parse_config
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bridge.safetensors_io import wrong_tensor
+from broadcast.layout import TENSORS_NAME
 from broadcast.manifest import FILE_NAME, MAX_BYTES, WeightsManifest, open_manifest
-from broadcast.store import TENSORS_NAME
 from runspec.core.canonical import digest_file
 from runspec.core.errors import UserError, one_line
 from runspec.core.files import Folder, new_directory, read_bounded

@@ -25,6 +25,7 @@ from blake3 import blake3
 
 from bridge.tensors import DTYPES, model_digest, record, tensor_bytes
 from bridge.weight_map import file_header
+from broadcast.layout import TENSORS_NAME
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_object, write_atomic
@@ -37,7 +38,6 @@ _READ_BYTES = 1024 * 1024
 _SYNCED_BYTES = 64 * 1024 * 1024
 _CACHED_BYTES = 256 * 1024
 _CODES = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"], "F16": np.dtype(np.float16)}
-TENSORS_NAME = "tensors.json"
 MAX_RECORDS_BYTES = 64 * 1024 * 1024
 
 

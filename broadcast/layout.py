@@ -18,6 +18,8 @@ from runspec.core.files import read_bounded, write_atomic
 from runspec.core.roles import KIND, MAX_BYTES, Signers, issued_at, open_roles, sign_roles
 from runspec.core.signed import BadSignature, SigningKey, open_document
 
+TENSORS_NAME = "tensors.json"
+"""File of a version that lists its tensors and their digests."""
 MAX_VERSION = 2**31
 RUN = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 """Form of a run's id: the run spec's `name`."""

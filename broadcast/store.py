@@ -18,7 +18,7 @@ from typing import Any
 
 from broadcast import layout
 from broadcast.disk import ChunkWriter, Identity, identity
-from broadcast.layout import check_newest, locked, signers_of
+from broadcast.layout import TENSORS_NAME, check_newest, locked, signers_of
 from broadcast.manifest import (
     FILE_NAME,
     MAX_BYTES,
@@ -36,7 +36,6 @@ from runspec.core.roles import LATEST, MAX_LATEST_BYTES, sign_latest
 from runspec.core.signed import BadSignature, SigningKey, open_document
 
 CHUNK_BYTES = 16 * 1024 * 1024
-TENSORS_NAME = "tensors.json"
 _LOG = logging.getLogger(__name__)
 DELTA_NAME = "delta"
 """Sub-folder of a version's directory that holds its delta."""

@@ -23,8 +23,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from bridge.safetensors_io import TENSORS_NAME
 from bridge.tensors import tree_digests
+from broadcast.layout import TENSORS_NAME
 from learner_jax.checkpoint import Saver, load_params, save_params
 from learner_jax.distributed import LearnerRun, Peers
 from learner_jax.leaves import HostLeaves

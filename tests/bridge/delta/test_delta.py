@@ -26,7 +26,8 @@ from bridge.delta_file import (
     encode,
     overwrite,
 )
-from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME, TENSORS_NAME, read_header
+from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME, read_header
+from broadcast.layout import TENSORS_NAME
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from tests.bridge.delta.weights import (
