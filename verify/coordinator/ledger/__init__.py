@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,9 +39,7 @@ from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
 
 FIRST_CHAIN = bytes(32).hex()
-_CODECS: dict[str, TypeAdapter[Event]] = {
-    kind.__name__: TypeAdapter(kind) for kind in Event.__subclasses__()
-}
+_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}
 E = TypeVar("E", bound=Event)
 _SQLITE_REMEDY = (
     "the file is damaged or no run's database: restore it from a copy; if a -wal file is beside it "
@@ -56,17 +54,23 @@ class BadRow(ValueError):
     """Raised for a row that holds no event."""
 
 
+@cache
+def _codec(kind: str) -> TypeAdapter[Event]:
+    """Return the codec of a kind; made when first asked for: commands import this and read none."""
+    return TypeAdapter(_KINDS[kind])
+
+
 def decode_event(kind: bytes, body: bytes) -> Event:
     """Return the event of a row.
 
     Raises:
         BadRow: the kind is unknown, or the body does not fit it.
     """
-    codec = _CODECS.get(kind.decode("utf-8", "replace"))
-    if codec is None:
+    name = kind.decode("utf-8", "replace")
+    if name not in _KINDS:
         raise BadRow(f"kind {kind[:40]!r}")
     try:
-        return codec.validate_json(body)
+        return _codec(name).validate_json(body)
     except ValidationError as error:
         raise BadRow(f"not a {kind.decode()}: {error.errors()[0]['msg']}") from error
 
@@ -164,7 +168,7 @@ class Ledger:
         rows, seq, chain = [], self._seq, self._chain
         for event in events:
             kind = type(event).__name__
-            body = _CODECS[kind].dump_json(event).decode()
+            body = _codec(kind).dump_json(event).decode()
             seq += 1
             chain = _link(chain, seq, kind, body)
             rows.append((seq, kind, body, chain))
