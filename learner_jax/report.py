@@ -20,7 +20,7 @@ from learner_jax.metrics import JsonLines
 from learner_jax.optimizer import learning_rate, rise_of
 from learner_jax.packing import TokenBatch
 from learner_jax.training import StepResult
-from runspec.core.models.hardware import jax_device
+from runspec.core.models import jax_device
 from runspec.core.models.parameters import useful_flops
 from runspec.core.run_files import METRICS_FILE, SAMPLES_FILE, initial_model
 

@@ -36,9 +36,8 @@ from learner_jax.step import policy_logprobs
 from runspec.core import schema
 from runspec.core.errors import UserError
 from runspec.core.files import atomic_file, write_atomic
-from runspec.core.models import ModelConfig
+from runspec.core.models import ModelConfig, xla_threads
 from runspec.core.models.family import load_config
-from runspec.core.models.hardware import xla_threads
 from runspec.core.tokenizer_files import read_tokenizer
 
 MAX_LINE_BYTES = 1 << 24

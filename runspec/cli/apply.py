@@ -22,14 +22,21 @@ from rich.text import Text
 from runspec.cli import exit_code_of, options
 from runspec.cli.checks import sound_spec
 from runspec.cli.status import left_text, role_table, show_link, step_line
-from runspec.core.errors import UserError, remedies_once
+from runspec.core.errors import (
+    UserError,
+    duration,
+    number,
+    per_second,
+    remedies_once,
+    share,
+    sparkline,
+)
 from runspec.core.files import FULL
 from runspec.core.schema.load import MAX_BYTES, SpecFiles, load_resolved, parse_resolved
 from runspec.local import metrics, planning
 from runspec.local.apply import REPORT_FILE, SUMMARY_FILE, supervise
 from runspec.local.backend import EXIT_INTERRUPTED, LOCAL, StopSignals, backend, last_lines
 from runspec.local.diagnosis import unsolved_text
-from runspec.local.formatting import duration, number, per_second, share, sparkline
 from runspec.local.machine import this_machine
 from runspec.local.metrics import Row, end_figures, island_figures, island_pairs, read_rows
 from runspec.local.model_folders import trained_model

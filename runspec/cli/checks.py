@@ -23,7 +23,7 @@ from rich.text import Text
 
 from runspec.cli import options
 from runspec.core.entry_points import LISTS, extra_of, install_command, list_command, machine_kind
-from runspec.core.errors import BadUsage, UserError, bad_usage
+from runspec.core.errors import BadUsage, UserError, bad_usage, size
 from runspec.core.files import expand_user
 from runspec.core.schema import RunSpec
 from runspec.core.schema.findings import Finding, format_finding
@@ -35,7 +35,6 @@ from runspec.lint.check import CheckedFiles, check_spec
 from runspec.lint.rules.data import thinking_of
 from runspec.local.backend import birth
 from runspec.local.endpoints import PORTS, port_is_free
-from runspec.local.formatting import size
 from runspec.local.machine import BUILDS, Facts, find_tokenizer, look, this_machine
 from runspec.local.planning import absent_modules, check_problems
 from runspec.local.preflight import ROLE_MODULES, missing

@@ -14,13 +14,12 @@ import typer
 
 from runspec.cli import options
 from runspec.core.address import is_server_url
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, duration, number
 from runspec.core.files import write_atomic
 from runspec.core.run_files import STATE_FILE, evaluation_files
 from runspec.core.schema.load import FILE_NAME as SPEC_FILE
 from runspec.core.signed import SigningKey
 from runspec.local.diagnosis import evaluation_names, main_figure
-from runspec.local.formatting import duration, number
 from runspec.local.metrics import last_known
 from runspec.local.run_dir import SITE_FILE, find_run, read_site
 from runspec.local.run_view import look_at

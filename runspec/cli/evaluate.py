@@ -20,13 +20,12 @@ from rich.console import Console
 from runspec.cli import options, serve
 from runspec.cli.evaluation_suites import bare_spec, named_suite, rows_suite, suite_spec
 from runspec.core.entry_points import KEY_VARIABLE, Asked, EvaluationTool, evaluation_tool
-from runspec.core.errors import BadUsage, UserError, one_line
+from runspec.core.errors import BadUsage, UserError, number, one_line
 from runspec.core.models import TOKENIZER_NAMES
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import dump_resolved
 from runspec.core.schema.role_names import evaluator_pool
 from runspec.local.backend import EXIT_INTERRUPTED, StopSignals, last_lines
-from runspec.local.formatting import number
 from runspec.local.machine import vllm_environment
 
 

@@ -30,14 +30,13 @@ from runspec.cli.runs import run_and_version
 from runspec.cli.serve import Served
 from runspec.core.address import is_loopback
 from runspec.core.connection_limits import Observer, answering
-from runspec.core.errors import BadUsage, UserError, one_line
+from runspec.core.errors import BadUsage, UserError, one_line, reported
 from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode
 from runspec.core.http_server import serving
 from runspec.core.run_files import PROBE_FILE, weights_folder
 from runspec.core.schema import RunSpec
 from runspec.local.backend import StopSignals
 from runspec.local.chat.accounts import FILE, Accounts
-from runspec.local.formatting import reported
 from runspec.local.model_folders import published_version
 
 if TYPE_CHECKING:  # it draws numpy, which the base package has not

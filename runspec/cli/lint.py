@@ -243,8 +243,8 @@ def _write_for(
         BadUsage: `out` is missing.
         UserError: the spec cannot run there, or a folder cannot be written.
     """
+    from runspec.backends import sbatch_script
     from runspec.backends.kubernetes.render import render_site
-    from runspec.backends.slurm import sbatch_script
     from runspec.cli.checks import sound_spec
     from runspec.local.run_dir import run_directory
 

@@ -19,7 +19,7 @@ from runspec.cli.checks import sound_spec
 from runspec.core.address import JoinLink, is_loopback, parse_join_link, reachable
 from runspec.core.canonical import parse_object
 from runspec.core.entry_points import install_command
-from runspec.core.errors import UserError, one_line
+from runspec.core.errors import UserError, one_line, per_second, reported
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.http_client import NoAnswer, fetch_now
 from runspec.core.models.family import model_config
@@ -30,7 +30,6 @@ from runspec.core.schema.role_names import trunk_names
 from runspec.core.signed import SigningKey
 from runspec.local.backend import LOCAL, StopSignals, pinned
 from runspec.local.endpoints import fixed_endpoints
-from runspec.local.formatting import per_second, reported
 from runspec.local.machine import look, module_is_installed, this_machine
 from runspec.local.planning import make_plan
 from runspec.local.preflight import ROLE_MODULES

@@ -25,7 +25,7 @@ from runspec.cli import options
 from runspec.cli.checks import located, sound_spec
 from runspec.cli.estimate_view import estimate_here, show_estimate
 from runspec.core.canonical import digest_bytes
-from runspec.core.errors import UserError, bad_usage, remedies_once
+from runspec.core.errors import UserError, bad_usage, remedies_once, size
 from runspec.core.models.family import model_config
 from runspec.core.schema import RunSpec
 from runspec.core.schema.fields import CHANGE_CLASSES
@@ -42,7 +42,6 @@ from runspec.core.schema.load import (
 from runspec.core.schema.role_names import island_names
 from runspec.core.signed import BadSignature
 from runspec.local.backend import LOCAL
-from runspec.local.formatting import size
 from runspec.local.planning import STARTS_ANEW, RunPlan, make_plan, takes_any_change
 from runspec.local.run_dir import run_directory
 from runspec.local.site import ANY_MACHINE, BUNDLES, TRUNK_GROUP, Disk, groups_of

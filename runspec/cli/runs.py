@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from runspec.cli import options, reader_gone
-from runspec.core.errors import BadUsage, UserError
+from runspec.core.errors import BadUsage, UserError, reported
 from runspec.core.files import Folder
 from runspec.core.process import run_role, stop_event
 from runspec.core.run_files import checkpoints_folder
@@ -25,7 +25,6 @@ from runspec.core.schema import RunSpec
 from runspec.core.schema.load import load_resolved
 from runspec.local.backend import end_leftovers
 from runspec.local.diagnosis import evaluation_names, main_figure, result_line
-from runspec.local.formatting import reported
 from runspec.local.model_folders import export_version
 from runspec.local.planning import make_plan
 from runspec.local.run_dir import find_run, hold, holder, run_directory
@@ -348,7 +347,7 @@ def rollback_command(
     Raises:
         RunLocked: the run is alive.
     """
-    from runspec.local.rollback import complete_rollback, roll_back  # they import numpy
+    from runspec.local.prepare import complete_rollback, roll_back  # they import numpy
 
     run_dir = find_run(run, runs_dir)
     with hold(run_dir):

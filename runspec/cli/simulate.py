@@ -15,10 +15,9 @@ from rich.text import Text
 
 from runspec.cli import options
 from runspec.cli.checks import sound_spec
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, duration, number
 from runspec.core.files import write_atomic
 from runspec.core.models.family import model_config
-from runspec.local.formatting import duration, number
 from runspec.local.machine import module_is_installed
 from runspec.local.plots import Curve, Figure, draw
 from runspec.simulate.population import read_swarm

@@ -21,6 +21,7 @@ from broadcast.manifest import MAX_BYTES
 from runspec.cli import options
 from runspec.core.address import is_loopback
 from runspec.core.canonical import digest_bytes
+from runspec.core.errors import duration, latency, number, per_second, share, size
 from runspec.core.files import read_bounded
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import spec_digest
@@ -28,7 +29,6 @@ from runspec.estimate.assumed import hourly_price
 from runspec.local import metrics
 from runspec.local.diagnosis import newest, result_line, summarise_evaluations
 from runspec.local.endpoints import run_link
-from runspec.local.formatting import duration, latency, number, per_second, share, size
 from runspec.local.machine import free_bytes
 from runspec.local.metrics import Row
 from runspec.local.model_folders import folder_bytes, full_states, trained_model

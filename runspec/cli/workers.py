@@ -20,13 +20,12 @@ from rich.table import Table
 from runspec.cli import options
 from runspec.core.address import parse_join_link
 from runspec.core.canonical import MalformedJson, canonical_json, is_digest, parse_object
-from runspec.core.errors import UserError, one_line
+from runspec.core.errors import UserError, one_line, reported
 from runspec.core.process import load_endpoints
 from runspec.core.roles import invite_key, make_invite
 from runspec.core.schema.load import load_resolved
 from runspec.core.signed import BadSignature, SigningKey
 from runspec.local.endpoints import run_link
-from runspec.local.formatting import reported
 from runspec.local.identity import load_roles
 from runspec.local.run_dir import find_run, hold, holder
 

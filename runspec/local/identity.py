@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runspec.core.canonical import canonical_json
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, reported
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.process import root_public_key
 from runspec.core.roles import (
@@ -23,7 +23,6 @@ from runspec.core.roles import (
 from runspec.core.schema import RunSpec, role_names
 from runspec.core.schema.role_names import island_names
 from runspec.core.signed import BadSignature, SigningKey
-from runspec.local.formatting import reported
 
 YEAR_S = 365 * 86400.0
 _SHORTEST_S = 86400.0

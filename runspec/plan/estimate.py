@@ -8,8 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from runspec import simulate as model
-from runspec.core.models import ModelConfig
-from runspec.core.models.hardware import device_count, device_of
+from runspec.core.models import ModelConfig, device_count, device_of
 from runspec.core.models.parameters import StepFlops, parameter_count, step_flops
 from runspec.core.schema import RunSpec, SamplerPool
 from runspec.core.schema.role_names import island_names, island_spec
