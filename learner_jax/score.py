@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 from tokenizers import Tokenizer
 
-from learner_jax.corpus.documents import Counts, Document, Kind, read_all, reported
+from learner_jax.corpus import Counts, Document, Kind, read_all, reported
 from learner_jax.leaves import load_params
 from learner_jax.model import bind
 from learner_jax.packing import Sample, TokenBatch, pack

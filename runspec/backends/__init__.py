@@ -1,7 +1,7 @@
 """Backends that start a run on several machines; each is an entry point of `runspec.backends`.
 
-Here is the sbatch script of a run, for Slurm: Ray on the nodes of an allocation, and `runspec apply`
-there.
+Here is the sbatch script of a run, for Slurm: it starts Ray on the nodes of an allocation, and
+`runspec apply` there.
 """
 
 from __future__ import annotations

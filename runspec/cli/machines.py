@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from runspec.cli import options
+from runspec import cli
 from runspec.cli.apply import carry_out_or_explain
 from runspec.cli.checks import sound_spec
 from runspec.core.address import JoinLink, is_loopback, parse_join_link, reachable
@@ -51,18 +51,18 @@ from runspec.local.volunteer import LEAVE_S, Worker, choose_pool, lacks, open_po
 
 
 def prepare_command(
-    file: options.File,
+    file: cli.File,
     site: Annotated[Path, typer.Option("-o", "--out", metavar="SITE", help="Folder to make.")],
-    profile: options.Profile = None,
-    placement: options.Placement = None,
-    overrides: options.Overrides = None,
+    profile: cli.Profile = None,
+    placement: cli.Placement = None,
+    overrides: cli.Overrides = None,
 ) -> int:
     """Makes a site's keys, spec and bundles in a folder; returns the exit code.
 
     Made again with the same folder, it keeps the keys, so that a changed spec reaches the roles by
     new bundles.
     """
-    files = options.files_named(file, profile, placement, overrides)
+    files = cli.files_named(file, profile, placement, overrides)
     spec, _ = make_site(sound_spec(files, pins_root=True), site)
     print(f"{spec.name} is prepared in {site}. Bring each machine its bundles, and run there:")
     for group in groups_of(spec):

@@ -1,4 +1,4 @@
-"""Words for people: errors for users, descriptions of other errors, and numbers as people read them."""
+"""Words for people: errors for users, descriptions of other errors, and numbers."""
 
 from __future__ import annotations
 

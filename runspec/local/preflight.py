@@ -21,8 +21,8 @@ from runspec.core.schema.load import FILE_NAME as SPEC_FILE
 from runspec.core.schema.load import load_resolved
 from runspec.core.schema.role_names import evaluator_pool, island_names, island_spec
 from runspec.core.schema.source_files import missing_plugins, source_files
+from runspec.estimate import moment_elements
 from runspec.estimate.broadcast import version_size
-from runspec.estimate.learner import moment_elements
 from runspec.lint.rules.samplers import unsupported_heads
 from runspec.local.backend import LOCAL
 from runspec.local.identity import pinned_root_problem

@@ -13,9 +13,9 @@ from runspec.core.models import DEVICES, ModelConfig, device_count, device_of
 from runspec.core.models.parameters import MAX_LOGITS, MEMORY_UTILIZATION, prefill_bytes
 from runspec.core.models.parameters import logits_chunk as logits_positions
 from runspec.core.schema.schema_fields import close_match
+from runspec.estimate import learner_memory
 from runspec.estimate.assumed import weight_move
 from runspec.estimate.broadcast import version_size
-from runspec.estimate.learner import learner_memory
 from runspec.estimate.speed import sampler_memory
 from runspec.lint import (
     Context,
