@@ -37,7 +37,7 @@ from verify.formats.lease import Lease, lease_digest
 from verify.formats.submission import Rollout
 from verify.noise import gumbel, noise_key
 from verify.thresholds import BFLOAT16, Limits
-from verify.toploc.codec import build_proofs
+from verify.toploc import build_proofs
 
 MODELS = {"64": Size(64, 2, 150, 8, 3e-3), "128": Size(128, 4, 120, 16, 2e-3)}
 GROUPS, GROUP_SIZE, NEW_TOKENS, VOCAB = 4, 8, 128, 256

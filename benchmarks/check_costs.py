@@ -37,7 +37,7 @@ from verify.formats.submission import (
 from verify.plugins import Graded, GradeItem, Problem
 from verify.recompute import Recomputed
 from verify.thresholds import BFLOAT16
-from verify.toploc.codec import build_proofs_batch
+from verify.toploc import build_proofs_batch
 from verify.toploc.statistics import verify_proofs_batch
 
 GROUPS, GROUP_SIZE, TOKENS, HIDDEN, VOCAB, END = 4, 16, 1000, 1024, 151_936, 0

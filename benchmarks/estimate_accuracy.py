@@ -4,7 +4,7 @@ python -m benchmarks.estimate_accuracy [--cases NAME ...]
 
 Each case is the learner's step of `specs/target_long.yaml` with another model, slice, mesh, packing
 or remat. Both sides say what the run needs of one device while `accumulate` (forward pass, loss,
-backward pass) runs: `runspec.estimate.learner.learner_memory(...).total`, and `needed_bytes` of
+backward pass) runs: `runspec.estimate.learner_memory(...).total`, and `needed_bytes` of
 `python -m learner_jax aot`. `own` is that without what the learner holds all the time anyway. One
 line of JSON a case, as it is done: the largest takes a minute on two idle cores.
 """
@@ -22,7 +22,7 @@ from learner_jax.aot_command import parse_topology, prepare_environment, topolog
 from runspec.core.models.family import model_config
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import SpecFiles
-from runspec.estimate.learner import learner_memory
+from runspec.estimate import learner_memory
 from runspec.lint.check import check_spec
 
 QWQ, LLAMA = "Qwen/QwQ-32B", "meta-llama/Llama-3.1-8B"

@@ -22,7 +22,7 @@ from verify.checks.prefill import (
     logprob_limit,
 )
 from verify.thresholds import Limits
-from verify.toploc.codec import round_to_bf16
+from verify.toploc import round_to_bf16
 
 CHECKS = ("log-probs", "seeded choice", "TOPLOC")
 _MAX_HEADER_BYTES = 64 * 1024 * 1024

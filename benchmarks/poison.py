@@ -28,7 +28,7 @@ from tests.verify.small_model import VOCAB, ParityTask
 from verify.checks.rows import fingerprints
 from verify.examiner import Examiner
 from verify.plugins import Graded, GradeItem, GraderFault
-from verify.toploc.codec import build_proofs_batch
+from verify.toploc import build_proofs_batch
 from verify.toploc.statistics import verify_proofs_batch
 from verify.watchdog import Stages
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from runspec.core.models import DEVICES
 from runspec.core.models.family import model_config
-from runspec.core.models.hardware import DEVICES
 from runspec.core.models.parameters import forward_flops, step_flops
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import SpecFiles

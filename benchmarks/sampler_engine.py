@@ -40,7 +40,7 @@ from tests.sampler.engine.models import (
     write_probe,
 )
 from verify.noise import noise_key
-from verify.toploc.codec import build_proofs_of
+from verify.toploc import build_proofs_of
 
 PROMPT_TOKENS, NEW_TOKENS, CONTEXT = 40, 192, 256
 SUBMISSIONS = 16

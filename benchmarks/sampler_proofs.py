@@ -40,7 +40,7 @@ from sampler.engine.requests import SampleRequest
 from sampler.engine.sampling import Selected, TokenRecorder
 from sampler.engine.worker_extension import SamplerExtension
 from verify.noise import noise_key
-from verify.toploc.codec import CHUNK_ROWS, TOP_K, build_proofs_of
+from verify.toploc import CHUNK_ROWS, TOP_K, build_proofs_of
 
 END_TOKEN = 1
 SUBMISSIONS, WAVES = 8, 3

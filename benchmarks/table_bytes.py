@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verify.formats.submission import Rollout, decode_rollouts, encode_rollouts
-from verify.toploc.codec import CHUNK_ROWS, PROOF_BYTES
+from verify.toploc import CHUNK_ROWS, PROOF_BYTES
 
 VOCAB, GROUP_SIZE, REPEATS = 151_936, 8, 5
 SIZES = ((16, 8, 10), (16, 30, 60), (64, 200, 150), (64, 1000, 300), (64, 1000, 2000))

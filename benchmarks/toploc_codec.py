@@ -20,7 +20,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # read when numpy is first imported
 
 import numpy as np
 
-from verify.toploc.codec import build_proofs_batch
+from verify.toploc import build_proofs_batch
 from verify.toploc.statistics import verify_proofs_batch
 
 _CHUNKS = {64: 192, 1024: 32, 5120: 16}

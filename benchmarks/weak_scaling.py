@@ -30,9 +30,8 @@ from learner_jax.aot_command import (
     prepare_environment,
     topology_devices,
 )
-from runspec.core.models import ModelConfig
+from runspec.core.models import DEVICES, ModelConfig
 from runspec.core.models.family import model_names, named_model, parse_config
-from runspec.core.models.hardware import DEVICES
 from runspec.core.models.parameters import device_positions, logits_chunk
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import SpecFiles

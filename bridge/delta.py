@@ -22,8 +22,9 @@ import numpy as np
 from bridge import delta_file, safetensors_io
 from bridge.delta_file import DeltaFile, DeltaTensor, changed_indices, mapped_bits, tensor_segments
 from bridge.model_files import output_directory
-from bridge.safetensors_io import TENSORS_NAME, TensorInfo, listed
+from bridge.safetensors_io import TensorInfo, listed
 from bridge.tensors import model_digest, tensor_digest
+from broadcast.layout import TENSORS_NAME
 from runspec.core.canonical import MalformedJson, digest_bytes, is_digest
 from runspec.core.errors import UserError
 from runspec.core.files import read_object

@@ -26,9 +26,8 @@ from collections.abc import Sequence
 
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.files import read_bounded
-from runspec.core.models import CONFIG_NAME, ModelConfig
+from runspec.core.models import CONFIG_NAME, DEVICES, ModelConfig, device_of
 from runspec.core.models.family import model_config, model_names, parse_config
-from runspec.core.models.hardware import DEVICES, device_of
 from runspec.core.run_files import initial_model
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import SpecFiles, load_layers, load_resolved

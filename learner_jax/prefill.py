@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from bridge.prefill import VersionedPrefill
+from bridge.model_files import VersionedPrefill
 from learner_jax.attention import Rows
 from learner_jax.compile_cache import cache_folder, keep_compiled
 from learner_jax.leaves import load_params

@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 from tokenizers import Tokenizer
 
-from learner_jax.corpus.documents import Counts, Document, Kind, read_all, reported
+from learner_jax.corpus import Counts, Document, Kind, read_all, reported
 from learner_jax.leaves import load_params
 from learner_jax.model import bind
 from learner_jax.packing import Sample, TokenBatch, pack
@@ -36,9 +36,8 @@ from learner_jax.step import policy_logprobs
 from runspec.core import schema
 from runspec.core.errors import UserError
 from runspec.core.files import atomic_file, write_atomic
-from runspec.core.models import ModelConfig
+from runspec.core.models import ModelConfig, xla_threads
 from runspec.core.models.family import load_config
-from runspec.core.models.hardware import xla_threads
 from runspec.core.tokenizer_files import read_tokenizer
 
 MAX_LINE_BYTES = 1 << 24

@@ -35,7 +35,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
-from bridge.prefill import VersionedPrefill
+from bridge.model_files import VersionedPrefill
 from runspec.core.errors import UserError
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import prefill_bytes

@@ -22,12 +22,12 @@ from runspec.core.canonical import is_digest
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.schema.load import MAX_PROFILE_BYTES
+from verify import toploc
 from verify.checks.prefill import judge_proofs, nearest_to_failing
 from verify.commands import run_once, say
 from verify.formats.verdict import CheckResult
 from verify.profile import open_profile
 from verify.thresholds import BFLOAT16, FLOAT32, Limits
-from verify.toploc import codec
 from verify.toploc.statistics import ChunkStatistics, verify_proofs
 
 MAX_TOKENS = 1 << 20
@@ -87,12 +87,12 @@ def bf16_pieces(activations: np.ndarray, *, place: str) -> Iterator[np.ndarray]:
     Raises:
         UserError: an activation is not finite, before or after rounding.
     """
-    chunk = codec.CHUNK_ROWS * activations.shape[1]
-    rows = codec.CHUNK_ROWS * max(1, _PIECE_ELEMENTS // chunk)
+    chunk = toploc.CHUNK_ROWS * activations.shape[1]
+    rows = toploc.CHUNK_ROWS * max(1, _PIECE_ELEMENTS // chunk)
     for start in range(0, len(activations), rows):
         piece = np.ascontiguousarray(activations[start : start + rows])
-        bits = piece.astype(np.uint16) if piece.dtype.kind == "u" else codec.round_to_bf16(piece)
-        wrong = (bits & codec.MAGNITUDE) >= codec.INFINITY
+        bits = piece.astype(np.uint16) if piece.dtype.kind == "u" else toploc.round_to_bf16(piece)
+        wrong = (bits & toploc.MAGNITUDE) >= toploc.INFINITY
         if wrong.any():
             row, column = np.argwhere(wrong)[0]
             raise UserError(
@@ -154,7 +154,7 @@ def _prove(options: argparse.Namespace) -> int:
     activations = open_activations(options.activations)
     pieces = bf16_pieces(activations, place=str(options.activations))
     proofs = [
-        proof for bits in pieces for proof in codec.build_proofs(bits)
+        proof for bits in pieces for proof in toploc.build_proofs(bits)
     ]  # all, or none is printed
     say("\n".join(base64.b64encode(proof).decode() for proof in proofs))
     return ACCEPTED
@@ -237,9 +237,9 @@ def check_proofs(path: Path, proofs: str, limits: Limits) -> ProofVerdict:
         sent = _read_proofs(proofs, *activations.shape)
         chunks: list[ChunkStatistics] = []
         for bits in bf16_pieces(activations, place=str(path)):
-            here = sent[len(chunks) : len(chunks) + -(-len(bits) // codec.CHUNK_ROWS)]
+            here = sent[len(chunks) : len(chunks) + -(-len(bits) // toploc.CHUNK_ROWS)]
             chunks += verify_proofs(bits, here)
-    except codec.MalformedProof as error:
+    except toploc.MalformedProof as error:
         return ProofVerdict(False, str(error), [], [])
     results = judge_proofs(chunks, limits)
     reason = nearest_to_failing(results).measured
@@ -253,17 +253,17 @@ def _read_proofs(name: str, tokens: int, hidden: int) -> list[bytes]:
         MalformedProof: the lines are not one well-formed proof for each chunk.
         UserError: the file cannot be read.
     """
-    expected = -(-tokens // codec.CHUNK_ROWS)
+    expected = -(-tokens // toploc.CHUNK_ROWS)
     found: list[bytes] = []
     try:
         with nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb") as file:
             while line := file.readline(_MAX_LINE_BYTES + 1):
                 if len(found) == expected:
-                    raise codec.MalformedProof(f"more proofs than the {expected} chunks")
-                rows = min(codec.CHUNK_ROWS, tokens - codec.CHUNK_ROWS * len(found))
-                found.append(_proof(line, len(found), min(codec.TOP_K, rows * hidden)))
+                    raise toploc.MalformedProof(f"more proofs than the {expected} chunks")
+                rows = min(toploc.CHUNK_ROWS, tokens - toploc.CHUNK_ROWS * len(found))
+                found.append(_proof(line, len(found), min(toploc.TOP_K, rows * hidden)))
     except (OSError, ValueError) as error:
-        if isinstance(error, codec.MalformedProof):
+        if isinstance(error, toploc.MalformedProof):
             raise
         raise UserError(
             f"cannot be read: {getattr(error, 'strerror', None) or error}",
@@ -271,7 +271,7 @@ def _read_proofs(name: str, tokens: int, hidden: int) -> list[bytes]:
             remedy="name a file of base64 lines, or - for standard input",
         ) from error
     if len(found) < expected:
-        raise codec.MalformedProof(f"{len(found)} proofs for {expected} chunks")
+        raise toploc.MalformedProof(f"{len(found)} proofs for {expected} chunks")
     return found
 
 
@@ -279,15 +279,15 @@ def _proof(line: bytes, chunk: int, k: int) -> bytes:
     """Return the bytes of the proof in a line."""
     place = f"proof of chunk {chunk}"
     if len(line) > _MAX_LINE_BYTES:
-        raise codec.MalformedProof(f"{place}: a line of more than {_MAX_LINE_BYTES} characters")
+        raise toploc.MalformedProof(f"{place}: a line of more than {_MAX_LINE_BYTES} characters")
     try:
         data = base64.b64decode(line.rstrip(b"\r\n"), validate=True)
     except binascii.Error as error:
-        raise codec.MalformedProof(f"{place}: not base64: {error}") from error
+        raise toploc.MalformedProof(f"{place}: not base64: {error}") from error
     try:
-        codec.parse_proof(data, k=k)
-    except codec.MalformedProof as error:
-        raise codec.MalformedProof(f"{place}: {error}") from error
+        toploc.parse_proof(data, k=k)
+    except toploc.MalformedProof as error:
+        raise toploc.MalformedProof(f"{place}: {error}") from error
     return data
 
 

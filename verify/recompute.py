@@ -18,7 +18,7 @@ from verify import plugins
 from verify.formats.lease import Assignment, Lease
 from verify.formats.submission import Rollout
 from verify.noise import exponential, gumbel, noise_key, token_words
-from verify.toploc.codec import MalformedProof
+from verify.toploc import MalformedProof
 from verify.toploc.statistics import ChunkStatistics, verify_proofs_batch
 from verify.truncation import Choices, Repeat, Truncation, describe, judged, repeated
 

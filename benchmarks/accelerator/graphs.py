@@ -15,7 +15,7 @@ from benchmarks.accelerator.rows import Row, Settings, serve
 from runspec.core.schema import SamplerPool
 from sampler.engine.engine import Engine
 from sampler.engine.requests import SampleRequest
-from verify.toploc.codec import build_proofs_of
+from verify.toploc import build_proofs_of
 
 END_TOKEN, WAIT_S = 0, 300.0
 

@@ -25,7 +25,7 @@ from benchmarks.accelerator.rows import Row, Settings, at_most, serve
 from sampler.engine.requests import split_recorded
 from sampler.engine.sampling import GumbelSampler, Rules, TokenRecorder
 from verify.noise import noise_key
-from verify.toploc.codec import build_proofs_batch, build_proofs_of
+from verify.toploc import build_proofs_batch, build_proofs_of
 
 GROUPS = 4
 ROWS = GROUPS * GROUP_SIZE

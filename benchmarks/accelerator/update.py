@@ -29,7 +29,7 @@ from learner_jax.leaves import save_weights
 from learner_jax.loss import token_weights
 from learner_jax.model import abstract_params, init_params
 from learner_jax.packing import LossInputs, Sample, TokenBatch, pack
-from learner_jax.report import peak_flops
+from learner_jax.recipes import peak_flops
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import Accumulated, Programs, TrainState, build_programs, microbatch_bound
 from runspec.core.models import ModelConfig

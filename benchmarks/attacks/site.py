@@ -30,7 +30,7 @@ from verify.noise import noise_key
 from verify.plugins import Graded, GradeItem, GraderFault, PrefillInput, PrefillOutput, Problem
 from verify.recompute import prefill_request, recompute
 from verify.thresholds import Limits, limits_for
-from verify.toploc.codec import build_proofs_batch
+from verify.toploc import build_proofs_batch
 from verify.truncation import Truncation
 
 RUN = "attacks"

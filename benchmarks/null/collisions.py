@@ -30,7 +30,7 @@ from benchmarks.null.forgeries import ordered, selected
 from benchmarks.null.judging import NullTests, compared
 from benchmarks.null.summary import upper_bound
 from verify.thresholds import NULL_BITS
-from verify.toploc.codec import TOP_K, build_proofs_batch
+from verify.toploc import TOP_K, build_proofs_batch
 from verify.toploc.statistics import GRANTED_CELLS, RADII
 
 _PAIRED = 2000

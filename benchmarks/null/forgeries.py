@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from verify.toploc.codec import (
+from verify.toploc import (
     CHUNK_ROWS,
     MAGNITUDE,
     PRIME,

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.null.judging import NullTests, compared
 from verify.checks.prefill import judge_proofs
 from verify.thresholds import BFLOAT16, FLOAT32, NULL_BITS, Limits
-from verify.toploc.codec import build_proofs_batch
+from verify.toploc import build_proofs_batch
 from verify.toploc.statistics import ChunkStatistics, verify_proofs_batch
 
 _CHUNKS_BY_LENGTH = 1000

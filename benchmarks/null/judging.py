@@ -12,7 +12,7 @@ from benchmarks.null.forgeries import Guess, Library, TokenTable, ordered, selec
 from benchmarks.null.text_model import CHUNKS_A_SEQUENCE, PROMPT
 from verify.checks.prefill import judge_proofs, null_test_of
 from verify.thresholds import BFLOAT16, NULL_BITS, Limits
-from verify.toploc.codec import CHUNK_ROWS, PRIME, TOP_K, build_proofs_batch
+from verify.toploc import CHUNK_ROWS, PRIME, TOP_K, build_proofs_batch
 from verify.toploc.statistics import (
     GRANTED_CELLS,
     RADII,

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.null.judging import ACCEPTED, DECIDED, PUBLISHED, RATIO
 from verify.thresholds import NULL_BITS
-from verify.toploc.codec import TOP_K
+from verify.toploc import TOP_K
 from verify.toploc.statistics import bits_against_guessing
 
 _CONFIDENCE = 0.95

@@ -29,7 +29,7 @@ from learner_jax.sharding import Execution
 from runspec.core.models import ModelConfig
 from runspec.core.models.family import hf_config, parse_config
 from runspec.core.schema import Optimizer
-from verify.toploc.codec import CHUNK_ROWS
+from verify.toploc import CHUNK_ROWS
 
 SEQUENCE = 256
 PROMPT = CHUNK_ROWS  # tokens of a sequence that are no output

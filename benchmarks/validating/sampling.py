@@ -15,7 +15,7 @@ from verify.client import WorkItem
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import encode_rollouts, sign_submission
 from verify.plugins import TaskSet
-from verify.toploc.codec import build_proofs_of
+from verify.toploc import build_proofs_of
 
 LEASES_IN_FLIGHT = 2
 WORKER, COORDINATOR = SigningKey.generate(), SigningKey.generate()

@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from bridge.model_files import output_directory
-from learner_jax.corpus.documents import Counts, Document, Kind, read_all, reported
+from learner_jax.corpus import Counts, Document, Kind, read_all, reported
 from learner_jax.corpus.sources import Conversation, only_parts, read_rows, spans_of
 from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError

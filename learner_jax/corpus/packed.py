@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from learner_jax.corpus.documents import Counts, reported
+from learner_jax.corpus import Counts, reported
 from learner_jax.corpus.encoding import Encoder
 from learner_jax.packing import ARRAYS, TokenBatch, first_fit
 from runspec.core.canonical import canonical_json, digest_bytes

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn, cast, get_args
 
 import numpy as np
 
-from learner_jax.corpus.documents import (
+from learner_jax.corpus import (
     Counts,
     Document,
     Kind,

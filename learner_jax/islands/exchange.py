@@ -19,7 +19,7 @@ import numpy as np
 
 from bridge.tensors import codec
 from broadcast.store import AlreadyPublished
-from learner_jax.islands.shares import BadObject, Silent
+from learner_jax.islands import BadObject, Silent
 from learner_jax.islands.state import (
     ATTEMPT_S,
     REJOIN,

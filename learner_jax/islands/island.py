@@ -20,8 +20,8 @@ import optax
 
 from bridge.tensors import FlatLayout, codec
 from learner_jax.distributed import LearnerRun
+from learner_jax.islands import ShareFetcher, ShareStore
 from learner_jax.islands.exchange import Exchange, Settled
-from learner_jax.islands.shares import ShareFetcher, ShareStore
 from learner_jax.islands.state import Behind, Flat, IslandState, OuterState, Stopped, outer_update
 from learner_jax.leaves import HostLeaves, leaf_path
 from learner_jax.step import Programs, TrainState

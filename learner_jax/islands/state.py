@@ -40,7 +40,7 @@ from blake3 import blake3
 
 from bridge.tensors import Codec, segments, tensor_bytes
 from broadcast.store import AlreadyPublished
-from learner_jax.islands.shares import BadObject, ShareFetcher, ShareStore
+from learner_jax.islands import BadObject, ShareFetcher, ShareStore
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.run_files import SENT_NAME

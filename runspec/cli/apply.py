@@ -19,17 +19,25 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from runspec.cli import exit_code_of, options
+from runspec import cli
+from runspec.cli import exit_code_of
 from runspec.cli.checks import sound_spec
 from runspec.cli.status import left_text, role_table, show_link, step_line
-from runspec.core.errors import UserError, remedies_once
+from runspec.core.errors import (
+    UserError,
+    duration,
+    number,
+    per_second,
+    remedies_once,
+    share,
+    sparkline,
+)
 from runspec.core.files import FULL
 from runspec.core.schema.load import MAX_BYTES, SpecFiles, load_resolved, parse_resolved
 from runspec.local import metrics, planning
 from runspec.local.apply import REPORT_FILE, SUMMARY_FILE, supervise
 from runspec.local.backend import EXIT_INTERRUPTED, LOCAL, StopSignals, backend, last_lines
 from runspec.local.diagnosis import unsolved_text
-from runspec.local.formatting import duration, number, per_second, share, sparkline
 from runspec.local.machine import this_machine
 from runspec.local.metrics import Row, end_figures, island_figures, island_pairs, read_rows
 from runspec.local.model_folders import trained_model
@@ -51,11 +59,11 @@ _POLL_S = 0.2
 
 def apply_command(
     file: Annotated[Path, typer.Argument(help="The spec, or a plan that `plan -o` saved.")],
-    profile: options.Profile = None,
-    placement: options.Placement = None,
-    overrides: options.Overrides = None,
-    detach: options.Detach = False,
-    runs_dir: options.SpecRunsDir = None,
+    profile: cli.Profile = None,
+    placement: cli.Placement = None,
+    overrides: cli.Overrides = None,
+    detach: cli.Detach = False,
+    runs_dir: cli.SpecRunsDir = None,
     resolved: Annotated[bool, typer.Option("--resolved", hidden=True)] = False,
 ) -> int:
     """Starts, changes or continues the run; returns the exit code.
@@ -67,7 +75,7 @@ def apply_command(
         spec = parse_resolved(sys.stdin.buffer.read(MAX_BYTES + 1), place="standard input")
         plan = planning.make_plan(spec, run_directory(spec, runs_dir))
         return carry_out_or_explain(plan, detach=detach)
-    files = options.files_named(file, profile, placement, overrides)
+    files = cli.files_named(file, profile, placement, overrides)
     saved = saved_plan(files)
     spec, approved = (saved.spec, saved.seen) if saved else (sound_spec(files), None)
     if spec.placement.backend != LOCAL:

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runspec.cli import options
+from runspec import cli
 from runspec.core.entry_points import LISTS, extra_of, install_command, list_command, machine_kind
-from runspec.core.errors import BadUsage, UserError, bad_usage
+from runspec.core.errors import BadUsage, UserError, bad_usage, size
 from runspec.core.files import expand_user
 from runspec.core.schema import RunSpec
 from runspec.core.schema.findings import Finding, format_finding
@@ -35,7 +35,6 @@ from runspec.lint.check import CheckedFiles, check_spec
 from runspec.lint.rules.data import thinking_of
 from runspec.local.backend import birth
 from runspec.local.endpoints import PORTS, port_is_free
-from runspec.local.formatting import size
 from runspec.local.machine import BUILDS, Facts, find_tokenizer, look, this_machine
 from runspec.local.planning import absent_modules, check_problems
 from runspec.local.preflight import ROLE_MODULES, missing
@@ -257,16 +256,16 @@ def _system(env: Mapping[str, str], runs_dir: Path) -> Iterator[Check]:
 
 def doctor_command(
     file: Annotated[Path | None, typer.Argument(help="A spec that should run here.")] = None,
-    profile: options.Profile = None,
-    placement: options.Placement = None,
-    overrides: options.Overrides = None,
-    runs_dir: options.SpecRunsDir = None,
+    profile: cli.Profile = None,
+    placement: cli.Placement = None,
+    overrides: cli.Overrides = None,
+    runs_dir: cli.SpecRunsDir = None,
 ) -> int:
     """Prints the checks; returns 0, or 1 where one failed."""
     facts = look()
     checks = check_machine(facts, runs_dir or RUNS)
     if file is not None:
-        files = options.files_named(file, profile, placement, overrides)
+        files = cli.files_named(file, profile, placement, overrides)
         checks += check_spec_here(files, facts, runs_dir)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for _ in range(3):

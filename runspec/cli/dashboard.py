@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from runspec.cli import options
+from runspec import cli
 from runspec.core.address import is_server_url
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, duration, number
 from runspec.core.files import write_atomic
 from runspec.core.run_files import STATE_FILE, evaluation_files
 from runspec.core.schema.load import FILE_NAME as SPEC_FILE
 from runspec.core.signed import SigningKey
 from runspec.local.diagnosis import evaluation_names, main_figure
-from runspec.local.formatting import duration, number
 from runspec.local.metrics import last_known
 from runspec.local.run_dir import SITE_FILE, find_run, read_site
 from runspec.local.run_view import look_at
@@ -40,8 +39,8 @@ def list_command(
     folder: Annotated[
         Path | None, typer.Argument(help="Where runs lie.", show_default="--runs-dir")
     ] = None,
-    as_json: options.Json = False,
-    runs_dir: options.RunsDir = options.RUNS,
+    as_json: cli.Json = False,
+    runs_dir: cli.RunsDir = cli.RUNS,
 ) -> int:
     """Print a row for each run, the newest first; return the exit code.
 
@@ -52,7 +51,7 @@ def list_command(
     if as_json:
         print(json.dumps(rows, indent=2))
         return 0
-    table = options.plain_table("run", "state", ">step", "newest", ">held out", ">up for", ">age")
+    table = cli.plain_table("run", "state", ">step", "newest", ">held out", ">up for", ">age")
     for row in rows:
         if row["step"] is None:
             table.add_row(row["run"], row["state"])
@@ -63,7 +62,7 @@ def list_command(
             *(f"{of.partition('_')[0]} {number(row[of])}", number(row["held_out"])),
             *(duration(row["up_s"]), duration(time.time() - (row["started"] or time.time()))),
         )
-    options.console().print(table if rows else f"no run in {folder or runs_dir}")
+    cli.console().print(table if rows else f"no run in {folder or runs_dir}")
     for row in rows:
         if row["error"]:
             print(f"{row['run']}: {row['error']}")
@@ -136,7 +135,7 @@ def dashboard_command(
         Path | None, typer.Option("--key", help="The coordinator's key, for a URL.")
     ] = None,
     browse: Annotated[bool, typer.Option("--open", help="Opens it in a browser.")] = False,
-    runs_dir: options.RunsDir = options.RUNS,
+    runs_dir: cli.RunsDir = cli.RUNS,
 ) -> int:
     """Serve the page until Ctrl-C, or write it; return the exit code.
 

@@ -12,13 +12,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, duration, number, size
 from runspec.core.models import ModelConfig
 from runspec.core.schema import RunSpec
 from runspec.core.schema.source_files import source_files
 from runspec.estimate.assumed import with_cpu_speeds
 from runspec.estimate.broadcast import Arrival, IslandEstimate, IslandsEstimate
-from runspec.local.formatting import duration, number, size
 from runspec.local.metrics import objects
 from runspec.plan.estimate import (
     LearnerEstimate,

@@ -17,16 +17,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from runspec.cli import options, serve
+from runspec import cli
+from runspec.cli import serve
 from runspec.cli.evaluation_suites import bare_spec, named_suite, rows_suite, suite_spec
 from runspec.core.entry_points import KEY_VARIABLE, Asked, EvaluationTool, evaluation_tool
-from runspec.core.errors import BadUsage, UserError, one_line
+from runspec.core.errors import BadUsage, UserError, number, one_line
 from runspec.core.models import TOKENIZER_NAMES
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import dump_resolved
 from runspec.core.schema.role_names import evaluator_pool
 from runspec.local.backend import EXIT_INTERRUPTED, StopSignals, last_lines
-from runspec.local.formatting import number
 from runspec.local.machine import vllm_environment
 
 
@@ -40,7 +40,7 @@ def evaluate_command(
     data: Annotated[
         Path | None, typer.Option("--data", help="Rows to ask, also of a shipped suite.")
     ] = None,
-    overrides: options.Overrides = None,
+    overrides: cli.Overrides = None,
     samples: Annotated[
         int | None, typer.Option("--samples", min=1, metavar="N", help="Prints N answers.")
     ] = None,
@@ -59,8 +59,8 @@ def evaluate_command(
     out: Annotated[
         Path | None, typer.Option("--out", help="A new folder for the tool's files.")
     ] = None,
-    as_json: options.Json = False,
-    runs_dir: options.RunsDir = options.RUNS,
+    as_json: cli.Json = False,
+    runs_dir: cli.RunsDir = cli.RUNS,
 ) -> int:
     """Evaluate and print the figures; return the exit code.
 
@@ -170,7 +170,7 @@ def print_results(found: Mapping[str, Any], *, as_json: bool, samples: bool = Fa
         return
     console = Console(markup=False, highlight=False)
     for name, result in found.items():
-        table = options.plain_table("figure", "mean", "95 % interval")
+        table = cli.plain_table("figure", "mean", "95 % interval")
         for figure, (value, low, high) in result["figures"].items():
             between = "" if low is None else f"{number(low)} to {number(high)}"
             table.add_row(figure, number(value), between)

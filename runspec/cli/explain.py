@@ -25,7 +25,7 @@ import typer
 
 import runspec.lint.rules  # noqa: F401  (registers them)
 from runspec.core.entry_points import entry_points_of
-from runspec.core.models.hardware import DEVICES, Device
+from runspec.core.models import DEVICES, Device
 from runspec.core.schema import RunSpec, field_docs
 from runspec.core.schema.fields import CHANGE_CLASSES
 from runspec.core.schema.schema_fields import (

@@ -25,23 +25,23 @@ import typer
 
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import WeightsManifest
-from runspec.cli import options, serve
+from runspec import cli
+from runspec.cli import serve
 from runspec.cli.runs import run_and_version
 from runspec.cli.serve import Served
 from runspec.core.address import is_loopback
 from runspec.core.connection_limits import Observer, answering
-from runspec.core.errors import BadUsage, UserError, one_line
-from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode
+from runspec.core.errors import BadUsage, UserError, one_line, reported
 from runspec.core.http_server import serving
+from runspec.core.process import FOLLOW_VARIABLE, Move, Reply, Settings, encode
 from runspec.core.run_files import PROBE_FILE, weights_folder
 from runspec.core.schema import RunSpec
 from runspec.local.backend import StopSignals
-from runspec.local.chat.accounts import FILE, Accounts
-from runspec.local.formatting import reported
+from runspec.local.identity import ACCOUNTS_FILE, Accounts
 from runspec.local.model_folders import published_version
 
 if TYPE_CHECKING:  # it draws numpy, which the base package has not
-    from runspec.local.chat.front import Engine, Front
+    from runspec.local.chat import Engine, Front
 
 POLL_S = 1.0
 """Seconds between two looks for a new version."""
@@ -253,7 +253,7 @@ def _loading(
         shared: whether another one has a part of the memory.
         how: options of `serving`.
     """
-    from runspec.local.chat.front import Engine
+    from runspec.local.chat import Engine
 
     folder.mkdir()
     at, log = folder / "vllm", folder / "log"
@@ -275,7 +275,7 @@ def _following(
     own.mkdir()
     ours, theirs = socket.socketpair()
     settings = Settings(theirs.fileno(), spec.name, found.manifest.version, hold_s)
-    variables = {VARIABLE: json.dumps(asdict(settings))}
+    variables = {FOLLOW_VARIABLE: json.dumps(asdict(settings))}
     how = {"environment": variables, "descriptors": [theirs.fileno()]}
     with (
         closing(theirs),
@@ -306,7 +306,7 @@ async def _answer(
     Raises:
         UserError: the port is taken, or a server ended or is not up in time.
     """
-    from runspec.local.chat.front import LIMITS, is_up
+    from runspec.local.chat import LIMITS, is_up
 
     application = front.application()
     application.middlewares.insert(0, answering)
@@ -385,7 +385,7 @@ def serve_command(
     revoke: Annotated[
         str | None, typer.Option("--revoke", help="Ends an account and its keys.")
     ] = None,
-    runs_dir: options.RunsDir = options.RUNS,
+    runs_dir: cli.RunsDir = cli.RUNS,
 ) -> int:
     """Serve until Ctrl-C or SIGTERM; return 0. Further options are those of vLLM's server.
 
@@ -393,10 +393,10 @@ def serve_command(
         UserError: vLLM is not installed, the files are not what was published, the server ended
             by itself, or it can load a version no more.
     """
-    from runspec.local.chat.front import Front
+    from runspec.local.chat import Front
 
     if accounts or revoke is not None:
-        return _manage(Accounts(run_and_version(what, runs_dir)[0] / FILE), revoke)
+        return _manage(Accounts(run_and_version(what, runs_dir)[0] / ACCOUNTS_FILE), revoke)
     name = what.partition("@")[0]
     others = [] if beside is None else [f"{name}@{beside}" if beside.isdecimal() else beside]
     found = [serve.served(each, runs_dir) for each in (what, *others)]
@@ -410,7 +410,7 @@ def serve_command(
     run_dir = None if found[0].spec is None else run_and_version(what, runs_dir)[0]
     if register and run_dir is None:
         raise BadUsage("only a run has accounts", place=what, remedy="leave out --register")
-    known = Accounts(run_dir / FILE) if register and run_dir is not None else None
+    known = Accounts(run_dir / ACCOUNTS_FILE) if register and run_dir is not None else None
     secret = "" if register or is_loopback(host) else secrets.token_urlsafe(16)
     with ExitStack() as up:
         folder, vllms = Path(up.enter_context(serve.socket_folder())), list[_Vllm]()

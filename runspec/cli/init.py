@@ -19,9 +19,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from runspec.core.errors import UserError, bad_usage
 from runspec.core.files import expand_user, temporary_name
-from runspec.core.models import made_tokenizer_files
+from runspec.core.models import jax_device, made_tokenizer_files
 from runspec.core.models.family import load_config, named_config
-from runspec.core.models.hardware import jax_device
 from runspec.core.schema.field_docs import json_schema
 from runspec.core.schema.fields import NAME_WORDS, Name
 from runspec.core.schema.yaml_text import yaml_scalar

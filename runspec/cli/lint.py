@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import typer
 import yaml
 
-from runspec.cli import options
+from runspec import cli
 from runspec.core.errors import BadUsage, UserError, bad_usage, remedies_once
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.schema import RunSpec
@@ -37,9 +37,9 @@ MAX_ROUNDS = 5
 @bad_usage()
 def lint_command(
     files: Annotated[list[Path], typer.Argument(help="Specs to check.")],
-    profile: options.Profile = None,
-    placement: options.Placement = None,
-    overrides: options.Overrides = None,
+    profile: cli.Profile = None,
+    placement: cli.Placement = None,
+    overrides: cli.Overrides = None,
     fix: Annotated[bool, typer.Option("--fix", help="Mends what is safe to mend.")] = False,
     data: Annotated[
         bool, typer.Option("--data", help="Reads every problem and tries the graders, too.")
@@ -61,7 +61,7 @@ def lint_command(
 
     With `data` it reads the problems of the specs that have no errors, and tries their graders.
     """
-    specs = [options.files_named(path, profile, placement, overrides) for path in files]
+    specs = [cli.files_named(path, profile, placement, overrides) for path in files]
     codes = selection(select or [], ignore or [])
     checked = check_files(specs).only(codes)
     if fix:
@@ -120,10 +120,10 @@ def _print(checked: CheckedFiles, output: str) -> None:
 
 @bad_usage()
 def lock_command(
-    file: options.File,
-    profile: options.Profile = None,
-    placement: options.Placement = None,
-    overrides: options.Overrides = None,
+    file: cli.File,
+    profile: cli.Profile = None,
+    placement: cli.Placement = None,
+    overrides: cli.Overrides = None,
     check: Annotated[
         bool, typer.Option("--check", help="Writes nothing; exits 1 where the lock is stale.")
     ] = False,
@@ -132,7 +132,7 @@ def lock_command(
 
     The spec must fit the schema; its rules may complain, for one of them asks for this lock.
     """
-    files = options.files_named(file, profile, placement, overrides)
+    files = cli.files_named(file, profile, placement, overrides)
     layered = load_layers(files)
     if layered.kind != "Run":
         what = f"a file of kind {layered.kind} names nothing to pin"
@@ -179,10 +179,10 @@ def _write_lock(spec: RunSpec, files: SpecFiles) -> int:
 
 
 def render_command(
-    file: options.File,
-    profile: options.Profile = None,
-    placement: options.Placement = None,
-    overrides: options.Overrides = None,
+    file: cli.File,
+    profile: cli.Profile = None,
+    placement: cli.Placement = None,
+    overrides: cli.Overrides = None,
     show_origin: Annotated[
         bool, typer.Option("--show-origin", help="Says of each value where it is from.")
     ] = False,
@@ -192,10 +192,10 @@ def render_command(
         typer.Option("--backend", help="Writes what starts the run there."),
     ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Where --backend writes.")] = None,
-    runs_dir: options.SpecRunsDir = None,
+    runs_dir: cli.SpecRunsDir = None,
 ) -> int:
     """Prints the spec, or writes what starts it on a cluster; returns the exit code."""
-    files = options.files_named(file, profile, placement, overrides)
+    files = cli.files_named(file, profile, placement, overrides)
     if backend is not None:
         return _write_for(files, backend, out, runs_dir)
     return _print_resolved(files, show_origin, output)
@@ -243,8 +243,8 @@ def _write_for(
         BadUsage: `out` is missing.
         UserError: the spec cannot run there, or a folder cannot be written.
     """
+    from runspec.backends import sbatch_script
     from runspec.backends.kubernetes.render import render_site
-    from runspec.backends.slurm import sbatch_script
     from runspec.cli.checks import sound_spec
     from runspec.local.run_dir import run_directory
 
@@ -258,7 +258,7 @@ def _write_for(
         # Absolute paths: a script runs in any folder.
         placement = files.placement and files.placement.absolute()
         there = replace(files, path=files.path.absolute(), placement=placement)
-        script = sbatch_script(spec, options.words_of(there, runs and runs.absolute()), run_dir)
+        script = sbatch_script(spec, cli.words_of(there, runs and runs.absolute()), run_dir)
         require_writable(out.absolute().parent, "the script's folder", "name another file with -o")
         write_atomic(out, script.encode())
         print(f"Start the run, and continue it: sbatch {out}")

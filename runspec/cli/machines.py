@@ -13,13 +13,13 @@ from typing import Annotated, Any
 
 import typer
 
-from runspec.cli import options
+from runspec import cli
 from runspec.cli.apply import carry_out_or_explain
 from runspec.cli.checks import sound_spec
 from runspec.core.address import JoinLink, is_loopback, parse_join_link, reachable
 from runspec.core.canonical import parse_object
 from runspec.core.entry_points import install_command
-from runspec.core.errors import UserError, one_line
+from runspec.core.errors import UserError, one_line, per_second, reported
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.http_client import NoAnswer, fetch_now
 from runspec.core.models.family import model_config
@@ -30,7 +30,6 @@ from runspec.core.schema.role_names import trunk_names
 from runspec.core.signed import SigningKey
 from runspec.local.backend import LOCAL, StopSignals, pinned
 from runspec.local.endpoints import fixed_endpoints
-from runspec.local.formatting import per_second, reported
 from runspec.local.machine import look, module_is_installed, this_machine
 from runspec.local.planning import make_plan
 from runspec.local.preflight import ROLE_MODULES
@@ -52,18 +51,18 @@ from runspec.local.volunteer import LEAVE_S, Worker, choose_pool, lacks, open_po
 
 
 def prepare_command(
-    file: options.File,
+    file: cli.File,
     site: Annotated[Path, typer.Option("-o", "--out", metavar="SITE", help="Folder to make.")],
-    profile: options.Profile = None,
-    placement: options.Placement = None,
-    overrides: options.Overrides = None,
+    profile: cli.Profile = None,
+    placement: cli.Placement = None,
+    overrides: cli.Overrides = None,
 ) -> int:
     """Makes a site's keys, spec and bundles in a folder; returns the exit code.
 
     Made again with the same folder, it keeps the keys, so that a changed spec reaches the roles by
     new bundles.
     """
-    files = options.files_named(file, profile, placement, overrides)
+    files = cli.files_named(file, profile, placement, overrides)
     spec, _ = make_site(sound_spec(files, pins_root=True), site)
     print(f"{spec.name} is prepared in {site}. Bring each machine its bundles, and run there:")
     for group in groups_of(spec):

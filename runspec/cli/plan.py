@@ -21,11 +21,11 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from runspec.cli import options
+from runspec import cli
 from runspec.cli.checks import located, sound_spec
 from runspec.cli.estimate_view import estimate_here, show_estimate
 from runspec.core.canonical import digest_bytes
-from runspec.core.errors import UserError, bad_usage, remedies_once
+from runspec.core.errors import UserError, bad_usage, remedies_once, size
 from runspec.core.models.family import model_config
 from runspec.core.schema import RunSpec
 from runspec.core.schema.fields import CHANGE_CLASSES
@@ -42,7 +42,6 @@ from runspec.core.schema.load import (
 from runspec.core.schema.role_names import island_names
 from runspec.core.signed import BadSignature
 from runspec.local.backend import LOCAL
-from runspec.local.formatting import size
 from runspec.local.planning import STARTS_ANEW, RunPlan, make_plan, takes_any_change
 from runspec.local.run_dir import run_directory
 from runspec.local.site import ANY_MACHINE, BUNDLES, TRUNK_GROUP, Disk, groups_of
@@ -74,22 +73,22 @@ SITE = PurePath("SITE")
 
 
 def plan_command(
-    file: options.File,
-    profile: options.Profile = None,
-    placement: options.Placement = None,
-    overrides: options.Overrides = None,
+    file: cli.File,
+    profile: cli.Profile = None,
+    placement: cli.Placement = None,
+    overrides: cli.Overrides = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Saves it for apply.")] = None,
-    as_json: options.Json = False,
+    as_json: cli.Json = False,
     exit_code: Annotated[
         bool, typer.Option("--exit-code", help="Exits 6 where there are changes.")
     ] = False,
     aot: Annotated[
         bool, typer.Option("--aot", help="Compiles the learner's step for its chips.")
     ] = False,
-    runs_dir: options.SpecRunsDir = None,
+    runs_dir: cli.SpecRunsDir = None,
 ) -> int:
     """Prints the plan, and saves it where asked; returns the exit code."""
-    files = options.files_named(file, profile, placement, overrides)
+    files = cli.files_named(file, profile, placement, overrides)
     spec = sound_spec(files)
     plan = make_plan(spec, run_directory(spec, runs_dir))
     config = model_config(spec, files.path.parent)
@@ -127,7 +126,7 @@ def plan_command(
     if out is not None:
         _save(out, plan)
         if not as_json:
-            command = shlex.join(["runspec", "apply", *options.words_of(SpecFiles(out), runs_dir)])
+            command = shlex.join(["runspec", "apply", *cli.words_of(SpecFiles(out), runs_dir)])
             print(f"\nSaved. To apply exactly this: {command}")
     return EXIT_CHANGES if exit_code and plan.changes else 0
 
@@ -271,7 +270,7 @@ def role_groups(spec: RunSpec, files: SpecFiles, runs_dir: Path | None) -> list[
     that command, else one for each process.
     """
     named, groups = spec.placement.roles, []
-    apply = ["runspec", "apply", *options.words_of(files, runs_dir)]
+    apply = ["runspec", "apply", *cli.words_of(files, runs_dir)]
     for group in groups_of(spec):
         here = (
             named is None or spec.placement.backend != LOCAL or group.name in (TRUNK_GROUP, *named)
@@ -311,7 +310,7 @@ def where_lines(spec: RunSpec, groups: list[dict[str, Any]], files: SpecFiles) -
         yield f"  others: {_what(group)}"
         yield f"    {group['commands'][0]}{more}"
     if away:
-        words = ["runspec", "prepare", *options.words_of(files, None), "-o", str(SITE)]
+        words = ["runspec", "prepare", *cli.words_of(files, None), "-o", str(SITE)]
         prepare = shlex.join(words)
         end = ";" if spec.samplers else ""
         yield f"  bundles come from `{prepare}`, whose trunk then takes the place of `apply`{end}"
@@ -331,14 +330,14 @@ _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 @bad_usage()
 def diff_command(
-    file: options.File,
-    profile: options.Profile = None,
-    placement: options.Placement = None,
-    overrides: options.Overrides = None,
-    runs_dir: options.SpecRunsDir = None,
+    file: cli.File,
+    profile: cli.Profile = None,
+    placement: cli.Placement = None,
+    overrides: cli.Overrides = None,
+    runs_dir: cli.SpecRunsDir = None,
 ) -> int:
     """Prints the difference as `diff -u` does; returns the exit code."""
-    files = options.files_named(file, profile, placement, overrides)
+    files = cli.files_named(file, profile, placement, overrides)
     layered = load_layers(files)
     if layered.spec is None:
         found = "\n".join(format_finding(finding) for finding in layered.findings)

@@ -16,8 +16,9 @@ from typing import Annotated
 
 import typer
 
-from runspec.cli import options, reader_gone
-from runspec.core.errors import BadUsage, UserError
+from runspec import cli
+from runspec.cli import reader_gone
+from runspec.core.errors import BadUsage, UserError, reported
 from runspec.core.files import Folder
 from runspec.core.process import run_role, stop_event
 from runspec.core.run_files import checkpoints_folder
@@ -25,7 +26,6 @@ from runspec.core.schema import RunSpec
 from runspec.core.schema.load import load_resolved
 from runspec.local.backend import end_leftovers
 from runspec.local.diagnosis import evaluation_names, main_figure, result_line
-from runspec.local.formatting import reported
 from runspec.local.model_folders import export_version
 from runspec.local.planning import make_plan
 from runspec.local.run_dir import find_run, hold, holder, run_directory
@@ -38,13 +38,13 @@ _BLOCK = 1 << 16
 
 
 def logs_command(
-    run: options.Run,
+    run: cli.Run,
     role: Annotated[str | None, typer.Option("--role", help="One role's log only.")] = None,
-    follow: options.Follow = False,
+    follow: cli.Follow = False,
     tail: Annotated[
         int | None, typer.Option("--tail", min=0, help="Only so many last lines of each.")
     ] = None,
-    runs_dir: options.RunsDir = options.RUNS,
+    runs_dir: cli.RunsDir = cli.RUNS,
 ) -> int:
     """Prints logs (their last `tail` lines), with `follow` until Ctrl-C; returns the exit code."""
     folder = find_run(run, runs_dir) / "logs"
@@ -113,10 +113,10 @@ def _print_new(path: Path, read: int, several: bool, follow: bool) -> int:
 
 
 def events_command(
-    run: options.Run,
-    follow: options.Follow = False,
-    as_json: options.Json = False,
-    runs_dir: options.RunsDir = options.RUNS,
+    run: cli.Run,
+    follow: cli.Follow = False,
+    as_json: cli.Json = False,
+    runs_dir: cli.RunsDir = cli.RUNS,
 ) -> int:
     """Prints events until their end, or with `follow` until Ctrl-C; returns the exit code."""
     run_dir = find_run(run, runs_dir)
@@ -144,17 +144,17 @@ _CONDITION = re.compile(r"(?:condition=)?([A-Za-z]+)(?:=(true|false))?", re.IGNO
 
 
 def wait_command(
-    run: options.Run,
+    run: cli.Run,
     condition: Annotated[
         str, typer.Option("--for", help="A condition: Ready, Finished, ..., or step=N.")
     ],
     timeout: Annotated[
         float,
         typer.Option(
-            parser=options.duration, metavar="TIME", help="How long, like 30s.", show_default="10m"
+            parser=cli.duration, metavar="TIME", help="How long, like 30s.", show_default="10m"
         ),
     ] = 600.0,
-    runs_dir: options.RunsDir = options.RUNS,
+    runs_dir: cli.RunsDir = cli.RUNS,
 ) -> int:
     """Waits; returns 0 when it holds, 1 when it cannot or has not in time.
 
@@ -268,7 +268,7 @@ RELEASE_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 
 
-def pause_command(run: options.Run, runs_dir: options.RunsDir = options.RUNS) -> int:
+def pause_command(run: cli.Run, runs_dir: cli.RunsDir = cli.RUNS) -> int:
     """Pause the run; return 0 once no process of it is alive, also where none was."""
     run_dir = find_run(run, runs_dir)
     if holder(run_dir) is None:
@@ -294,7 +294,7 @@ def pause_command(run: options.Run, runs_dir: options.RunsDir = options.RUNS) ->
 def export_command(
     run: Annotated[str, typer.Argument(help="NAME, or NAME@VERSION; else the newest.")],
     directory: Annotated[Path, typer.Argument(help="A new folder.")],
-    runs_dir: options.RunsDir = options.RUNS,
+    runs_dir: cli.RunsDir = cli.RUNS,
 ) -> int:
     """Export a version of the run that `run` names as NAME or NAME@VERSION; return 0."""
     run_dir, spec, version = run_and_version(run, runs_dir)
@@ -320,7 +320,7 @@ def run_and_version(text: str, runs_dir: Path) -> tuple[Path, RunSpec, int | Non
 
 
 def resume_command(
-    run: options.Run, detach: options.Detach = False, runs_dir: options.RunsDir = options.RUNS
+    run: cli.Run, detach: cli.Detach = False, runs_dir: cli.RunsDir = cli.RUNS
 ) -> int:
     """Goes on from the newest checkpoint; returns the exit code, as `apply` does."""
     from runspec.cli.apply import carry_out  # the other commands start faster without it
@@ -338,17 +338,17 @@ def resume_command(
 
 
 def rollback_command(
-    run: options.Run,
+    run: cli.Run,
     to: Annotated[int, typer.Option("--to", min=0, help="The policy version to go back to.")],
-    yes: options.Yes = False,
-    runs_dir: options.RunsDir = options.RUNS,
+    yes: cli.Yes = False,
+    runs_dir: cli.RunsDir = cli.RUNS,
 ) -> int:
     """Takes the run back; returns 0.
 
     Raises:
         RunLocked: the run is alive.
     """
-    from runspec.local.rollback import complete_rollback, roll_back  # they import numpy
+    from runspec.local.prepare import complete_rollback, roll_back  # they import numpy
 
     run_dir = find_run(run, runs_dir)
     with hold(run_dir):
@@ -373,9 +373,7 @@ def rollback_command(
     return 0
 
 
-def delete_command(
-    run: options.Run, yes: options.Yes = False, runs_dir: options.RunsDir = options.RUNS
-) -> int:
+def delete_command(run: cli.Run, yes: cli.Yes = False, runs_dir: cli.RunsDir = cli.RUNS) -> int:
     """Removes the directory; returns 0.
 
     Raises:
@@ -412,9 +410,9 @@ def delete_command(
 
 
 def monitor_command(
-    run: options.Run,
+    run: cli.Run,
     name: Annotated[str, typer.Argument(help="One of the spec's monitors.")],
-    runs_dir: options.RunsDir = options.RUNS,
+    runs_dir: cli.RunsDir = cli.RUNS,
 ) -> int:
     """Follows a run while it is alive, or sends what is there; returns the exit code of a role.
 

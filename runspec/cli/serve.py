@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import typer
 
 from broadcast.manifest import WeightsManifest
-from runspec.cli import options
+from runspec import cli
 from runspec.cli.runs import run_and_version
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError, one_line
@@ -294,7 +294,7 @@ def chat_command(
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", min=1, help="Longest answer.")
     ] = None,
-    runs_dir: options.RunsDir = options.RUNS,
+    runs_dir: cli.RunsDir = cli.RUNS,
 ) -> int:
     """Ask for questions and answer them until the input ends; return 0.
 

@@ -13,12 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runspec.cli import options
+from runspec import cli
 from runspec.cli.checks import sound_spec
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, duration, number
 from runspec.core.files import write_atomic
 from runspec.core.models.family import model_config
-from runspec.local.formatting import duration, number
 from runspec.local.machine import module_is_installed
 from runspec.local.plots import Curve, Figure, draw
 from runspec.simulate.population import read_swarm
@@ -27,21 +26,21 @@ from runspec.simulate.run import simulate
 
 
 def simulate_command(
-    file: options.File,
-    profile: options.Profile = None,
-    placement: options.Placement = None,
-    overrides: options.Overrides = None,
+    file: cli.File,
+    profile: cli.Profile = None,
+    placement: cli.Placement = None,
+    overrides: cli.Overrides = None,
     swarm: Annotated[
         Path | None, typer.Option("--swarm", help="Who works, comes, goes and attacks.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of all that is drawn.")] = 0,
-    as_json: options.Json = False,
+    as_json: cli.Json = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Writes an HTML page with plots.")
     ] = None,
 ) -> int:
     """Prints what a run with a population comes to; returns 1 where it stalls."""
-    files = options.files_named(file, profile, placement, overrides)
+    files = cli.files_named(file, profile, placement, overrides)
     if plot is not None and not module_is_installed("matplotlib"):
         raise UserError(
             "matplotlib is not installed",
@@ -82,7 +81,7 @@ def show_result(name: str, result: Result, console: Console) -> None:
     waited = (f"{what} {_share(seconds / result.seconds)}" for what, seconds in waits)
     _say(console, f"the next step to close waits for: {', '.join(waited)}")
     columns = (">accepted", ">rejected", ">withheld", ">trained", ">wasted", ">idle")
-    table = options.plain_table("workers", "", "strategy", *columns)
+    table = cli.plain_table("workers", "", "strategy", *columns)
     for group in result.groups:
         counts = [group.accepted, group.rejected, group.withheld, group.trained, group.wasted]
         shown = (f"{count:,}" for count in counts)
@@ -134,7 +133,7 @@ def _sanctions(result: Result) -> Table:
     for sanction in result.sanctions:
         group, why = sanction.worker.rpartition("-")[0], sanction.reason.partition(":")[0]
         found.setdefault((group, sanction.what, why), []).append(sanction.at)
-    table = options.plain_table("workers", "", "")
+    table = cli.plain_table("workers", "", "")
     for (group, what, why), times in found.items():
         span = f"{duration(times[0])} to {duration(times[-1])}"
         table.add_row(group, f"{len(times)} x {what}", f"{span}{f' ({why})' if why else ''}")

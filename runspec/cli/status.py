@@ -18,9 +18,10 @@ from rich.text import Text
 
 from broadcast.layout import manifest_name
 from broadcast.manifest import MAX_BYTES
-from runspec.cli import options
+from runspec import cli
 from runspec.core.address import is_loopback
 from runspec.core.canonical import digest_bytes
+from runspec.core.errors import duration, latency, number, per_second, share, size
 from runspec.core.files import read_bounded
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import spec_digest
@@ -28,7 +29,6 @@ from runspec.estimate.assumed import hourly_price
 from runspec.local import metrics
 from runspec.local.diagnosis import newest, result_line, summarise_evaluations
 from runspec.local.endpoints import run_link
-from runspec.local.formatting import duration, latency, number, per_second, share, size
 from runspec.local.machine import free_bytes
 from runspec.local.metrics import Row
 from runspec.local.model_folders import folder_bytes, full_states, trained_model
@@ -46,12 +46,12 @@ _FOLDERS = ("checkpoints", "weights", "store", "rollouts", "work", "logs")
 
 
 def status_command(
-    run: options.Run,
-    as_json: options.Json = False,
+    run: cli.Run,
+    as_json: cli.Json = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="Says it every two seconds while the run is alive.")
     ] = False,
-    runs_dir: options.RunsDir = options.RUNS,
+    runs_dir: cli.RunsDir = cli.RUNS,
 ) -> int:
     """Prints the status; returns the exit code."""
     run_dir = find_run(run, runs_dir)
@@ -118,7 +118,7 @@ def training_figures(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def _show(seen: RunView) -> None:
-    console = options.console()
+    console = cli.console()
     console.print(headline(seen))
     if seen.held_by:
         console.print(f"held by {seen.held_by}")
@@ -165,7 +165,7 @@ def headline(seen: RunView) -> str:
 
 
 def condition_table(shown: Sequence[Condition]) -> Table:
-    table = options.plain_table("condition", "status", "reason", "since", "message")
+    table = cli.plain_table("condition", "status", "reason", "since", "message")
     for each in shown:
         table.add_row(each.type, each.status, each.reason, clock(each.since), each.message)
     return table
@@ -229,7 +229,7 @@ def left_text(rows: Sequence[Row], steps: int) -> str:
 
 def role_table(roles: Sequence[RoleRow], stages: Mapping[str, str] | None = None) -> Table:
     """The roles, with what those are at that are at a long stage, by name."""
-    table = options.plain_table("role", "state", "restarts", "process", "since")
+    table = cli.plain_table("role", "state", "restarts", "process", "since")
     for role in roles:
         state, process = Text(role.state, style=_COLOURS[role.state]), str(role.pid or "")
         if stages and role.name in stages:
@@ -247,12 +247,12 @@ def clock(at: float | None) -> str:
     return time.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M", then)
 
 
-def describe_command(run: options.Run, runs_dir: options.RunsDir = options.RUNS) -> int:
+def describe_command(run: cli.Run, runs_dir: cli.RunsDir = cli.RUNS) -> int:
     """Prints the sections; returns the exit code."""
     seen = look_at(find_run(run, runs_dir), events=None)
     with closing(RunState(seen.directory)) as state:
         applied, sessions = state.applied(), state.sessions()
-    console = options.console()
+    console = cli.console()
     print(headline(seen))
     show_link(seen.directory, seen.spec)
     started = f", first {clock(seen.run.started)}" if seen.run else ""

@@ -17,16 +17,15 @@ from urllib.parse import urlsplit
 import typer
 from rich.table import Table
 
-from runspec.cli import options
+from runspec import cli
 from runspec.core.address import parse_join_link
 from runspec.core.canonical import MalformedJson, canonical_json, is_digest, parse_object
-from runspec.core.errors import UserError, one_line
+from runspec.core.errors import UserError, one_line, reported
 from runspec.core.process import load_endpoints
 from runspec.core.roles import invite_key, make_invite
 from runspec.core.schema.load import load_resolved
 from runspec.core.signed import BadSignature, SigningKey
 from runspec.local.endpoints import run_link
-from runspec.local.formatting import reported
 from runspec.local.identity import load_roles
 from runspec.local.run_dir import find_run, hold, holder
 
@@ -145,7 +144,7 @@ def coordinator_of(run: str, runs_dir: Path) -> CoordinatorAccess:
 
 
 def workers_command(
-    run: options.Run, as_json: options.Json = False, runs_dir: options.RunsDir = options.RUNS
+    run: cli.Run, as_json: cli.Json = False, runs_dir: cli.RunsDir = cli.RUNS
 ) -> int:
     """Lists the workers, those with the most credit first; returns the exit code."""
     coordinator = coordinator_of(run, runs_dir)
@@ -186,7 +185,7 @@ def show_workers(rows: list[dict[str, Any]]) -> None:
     """Print the rows of `worker_rows`, the reputation beside the standing, reasons below."""
     answers = "accepted, rejected, withheld"
     columns = ("key", "pool", "standing", "recomputed", "credits", answers, "alive")
-    table = options.plain_table(*columns)
+    table = cli.plain_table(*columns)
     for row in rows:
         table.add_row(
             *(row["key"][:LEAST_PREFIX], row["pool"] or ""),
@@ -195,7 +194,7 @@ def show_workers(rows: list[dict[str, Any]]) -> None:
             ", ".join(str(row[name]) for name in answers.split(", ")),
             "yes" if row["alive"] else "no",
         )
-    console = options.console()
+    console = cli.console()
     console.print(table)
     for row in rows:
         if row["reason"]:
@@ -203,18 +202,14 @@ def show_workers(rows: list[dict[str, Any]]) -> None:
             console.print(f"{row['key'][:LEAST_PREFIX]}: {reason}")
 
 
-def ban_command(
-    run: options.Run, key: Key, reason: Reason, runs_dir: options.RunsDir = options.RUNS
-) -> int:
+def ban_command(run: cli.Run, key: Key, reason: Reason, runs_dir: cli.RunsDir = cli.RUNS) -> int:
     """Bans a key; returns the exit code."""
     whole = _order("ban", run, key, reason, runs_dir)
     print(f"{whole} is banned: its requests are refused, and its open leases are over")
     return 0
 
 
-def unban_command(
-    run: options.Run, key: Key, reason: Reason, runs_dir: options.RunsDir = options.RUNS
-) -> int:
+def unban_command(run: cli.Run, key: Key, reason: Reason, runs_dir: cli.RunsDir = cli.RUNS) -> int:
     """Lifts a ban; returns the exit code."""
     whole = _order("unban", run, key, reason, runs_dir)
     print(f"{whole} may work again; all its work is recomputed until enough was accepted")
@@ -249,7 +244,7 @@ class Made:
 
 
 def invite_command(
-    run: options.Run,
+    run: cli.Run,
     pool: Annotated[
         str | None, typer.Option("--pool", help="For one pool only.", show_default="any")
     ] = None,
@@ -258,9 +253,7 @@ def invite_command(
     ] = 1,
     expires: Annotated[
         float,
-        typer.Option(
-            parser=options.duration, metavar="TIME", help="For how long.", show_default="7d"
-        ),
+        typer.Option(parser=cli.duration, metavar="TIME", help="For how long.", show_default="7d"),
     ] = 7 * 86400.0,
     listed: Annotated[
         bool, typer.Option("--list", help="Lists the invites instead; the run must be up.")
@@ -278,7 +271,7 @@ def invite_command(
         str, typer.Option("--reason", help="Why it is revoked; who comes with it is told.")
     ] = "the link is no longer valid",
     as_json: Annotated[bool, typer.Option("--json", help="With --list, for programs.")] = False,
-    runs_dir: options.RunsDir = options.RUNS,
+    runs_dir: cli.RunsDir = cli.RUNS,
 ) -> int:
     """Prints a link, for which the run need not be alive, or does what the options say; returns the
     exit code."""
@@ -329,7 +322,7 @@ def list_invites(run: str, as_json: bool, runs_dir: Path) -> int:
     if as_json:
         print(json.dumps(rows, indent=2))
     elif rows:
-        options.console().print(invite_table(rows))
+        cli.console().print(invite_table(rows))
     else:
         print("nobody was invited")
     return 0
@@ -377,7 +370,7 @@ def invite_rows(made: list[Made], seen: list[dict[str, Any]]) -> list[dict[str, 
 
 def invite_table(rows: list[dict[str, Any]]) -> Table:
     """Return the rows of `invite_rows` as a table."""
-    table = options.plain_table("invite", "pool", "used", "expires", "state")
+    table = cli.plain_table("invite", "pool", "used", "expires", "state")
     for row in rows:
         at = row["expires"]
         expires = "" if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from runspec.core.models import ModelConfig
-from runspec.core.models.hardware import device_count, device_of
+from runspec.core.models import ModelConfig, device_count, device_of
 from runspec.core.models.parameters import MEMORY_UTILIZATION, parameter_count, trained_count
 from runspec.core.schema import Hardware, RunSpec, SamplerPool
 from runspec.core.schema.role_names import island_names, island_role, island_spec, members

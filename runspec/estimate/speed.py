@@ -35,9 +35,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runspec.core.models import ModelConfig
+from runspec.core.models import ModelConfig, device_count, device_of
 from runspec.core.models import parameters as model
-from runspec.core.models.hardware import device_count, device_of
 from runspec.core.models.parameters import MAX_SEQUENCES, MEMORY_UTILIZATION, WIDTH
 from runspec.core.schema import Hardware, RunSpec, SamplerPool
 from runspec.core.schema.role_names import island_names, island_spec

@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
 
+from runspec.core.errors import number, share
 from runspec.core.run_files import evaluation_files
 from runspec.core.schema import RunSpec
-from runspec.local.formatting import number, share
 from runspec.local.metrics import Row, mean
 from runspec.local.plots import Curve, Figure
 from verify.formats.documents import Evaluated, read_evaluations

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from runspec.core.entry_points import Kind
 from runspec.core.files import expand_user
-from runspec.core.models.hardware import device_count, xla_threads
+from runspec.core.models import device_count, xla_threads
 from runspec.core.schema import Hardware, Model, RunSpec, role_names
 from runspec.core.schema.role_names import evaluator_pool, island_spec
 from runspec.core.schema.source_files import PREFILL_GROUP, installed_kinds

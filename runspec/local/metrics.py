@@ -16,10 +16,10 @@ from statistics import median
 from typing import Any
 
 from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import number, per_second, seconds, share, size
 from runspec.core.files import read_bounded
 from runspec.core.run_files import METRICS_FILE
 from runspec.core.schema.role_names import shares_name
-from runspec.local.formatting import number, per_second, seconds, share, size
 
 MAX_LINE_BYTES = 1024 * 1024
 ENDS = 10

@@ -15,7 +15,7 @@ from broadcast.layout import TENSORS_NAME, manifest_name, stored_versions
 from broadcast.manifest import FILE_NAME, MAX_BYTES, WeightsManifest, open_manifest
 from runspec.core import run_files
 from runspec.core.canonical import MalformedJson, digest_bytes
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, reported
 from runspec.core.files import Folder, new_directory, read_bounded
 from runspec.core.models import CLASS_NAME, TOKENIZER_NAMES
 from runspec.core.models.family import load_config
@@ -25,7 +25,6 @@ from runspec.core.signed import BadSignature
 from runspec.lint import TokenizerFiles
 from runspec.lint.rules.data import opens_thinking
 from runspec.local.diagnosis import result_line, results_of
-from runspec.local.formatting import reported
 from runspec.local.identity import load_roles
 from runspec.local.metrics import read_rows
 from verify.formats.documents import Evaluated

@@ -10,11 +10,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from runspec.core.entry_points import install_command, list_command, machine_kind
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, size
 from runspec.core.files import expand_user
-from runspec.core.models import ModelConfig
+from runspec.core.models import ModelConfig, device_count
 from runspec.core.models.family import load_config, model_config
-from runspec.core.models.hardware import device_count
 from runspec.core.models.parameters import WIDTH, trained_count, trained_parameters
 from runspec.core.run_files import checkpoints_folder, numbered, state_folder, versions_in
 from runspec.core.schema import Hardware, Mesh, RunSpec, role_names
@@ -22,11 +21,10 @@ from runspec.core.schema.load import FILE_NAME as SPEC_FILE
 from runspec.core.schema.load import load_resolved
 from runspec.core.schema.role_names import evaluator_pool, island_names, island_spec
 from runspec.core.schema.source_files import missing_plugins, source_files
+from runspec.estimate import moment_elements
 from runspec.estimate.broadcast import version_size
-from runspec.estimate.learner import moment_elements
 from runspec.lint.rules.samplers import unsupported_heads
 from runspec.local.backend import LOCAL
-from runspec.local.formatting import size
 from runspec.local.identity import pinned_root_problem
 from runspec.local.machine import Facts, ModelFiles, devices_here, find_files
 from runspec.local.model_folders import require_fitting

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
-from runspec.core.errors import RunElsewhere, UserError
+from runspec.core.errors import RunElsewhere, UserError, reported
 from runspec.core.files import expand_user, open_lock, read_bounded, write_atomic
 from runspec.core.run_files import island_folder
 from runspec.core.schema import RunSpec
@@ -23,7 +23,6 @@ from runspec.core.schema.load import FILE_NAME as SPEC_FILE
 from runspec.core.schema.load import dump_resolved
 from runspec.core.schema.role_names import island_processes, island_role
 from runspec.local.backend import backend
-from runspec.local.formatting import reported
 
 RUNS = Path("runs")
 """The default folder of runs."""

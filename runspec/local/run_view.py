@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from broadcast.layout import manifest_name, stored_versions
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, duration, number
 from runspec.core.process import EXIT_FINAL, load_endpoints
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import load_resolved
@@ -31,7 +31,6 @@ from runspec.local.diagnosis import (
     unsolved_text,
 )
 from runspec.local.endpoints import coordinator_status
-from runspec.local.formatting import duration, number
 from runspec.local.metrics import Row, read_rows, step_gaps
 from runspec.local.progress import stages
 from runspec.local.run_dir import holder

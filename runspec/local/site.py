@@ -30,9 +30,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, reported
 from runspec.core.files import read_bounded, require_writable, write_atomic
-from runspec.core.models.hardware import device_count
+from runspec.core.models import device_count
 from runspec.core.process import Endpoints, save_endpoints
 from runspec.core.roles import OWN_WORKERS_FILE, open_roles, read_own_workers
 from runspec.core.schema import Hardware, Learner, RunSpec, role_names
@@ -41,7 +41,6 @@ from runspec.core.schema.load import MAX_BYTES as MAX_SPEC_BYTES
 from runspec.core.schema.load import dump_resolved, load_resolved, parse_resolved
 from runspec.core.schema.role_names import evaluator_pool, island_names, island_spec
 from runspec.core.signed import BadSignature, SigningKey
-from runspec.local.formatting import reported
 from runspec.local.identity import Identity, make_identity
 from runspec.local.machine import this_machine
 from runspec.local.processes import PreparedRun

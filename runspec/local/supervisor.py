@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from runspec.core.canonical import canonical_json, parse_object
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, reported
 from runspec.core.schema import RunSpec, role_names
 from runspec.core.schema.load import MAX_BYTES, dump_resolved, parse_resolved, spec_digest
 from runspec.local.backend import Processes, birth
 from runspec.local.fleet import Action, Changed, Fleet, Outcome, RoleState, Rules, State
-from runspec.local.formatting import reported
 from runspec.local.metrics import Row
 from runspec.local.processes import PreparedRun, RoleSpec, roles_here
 from runspec.local.progress import Progress, last_error

@@ -17,16 +17,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from runspec.core.entry_points import Kind, extra_of, install_command
-from runspec.core.errors import UserError
-from runspec.core.models import ModelConfig
-from runspec.core.models.hardware import device_count
+from runspec.core.errors import UserError, reported, size
+from runspec.core.models import ModelConfig, device_count
 from runspec.core.models.parameters import MEMORY_UTILIZATION
 from runspec.core.process import SUPERVISOR, Endpoints, save_endpoints
 from runspec.core.schema import RunSpec, SamplerPool
 from runspec.core.schema.source_files import missing_plugins
 from runspec.estimate.broadcast import version_size
 from runspec.estimate.speed import sampler_memory
-from runspec.local.formatting import reported, size
 from runspec.local.machine import BUILDS, Facts, devices_here, thread_limits, vllm_environment
 from runspec.local.preflight import ROLE_MODULES, Missing
 from runspec.local.run_dir import write_spec

@@ -8,12 +8,11 @@ from statistics import fmean
 from typing import Any
 
 from runspec import simulate as model
-from runspec.core.models import ModelConfig
-from runspec.core.models.hardware import device_count, device_of
+from runspec.core.models import ModelConfig, device_count, device_of
 from runspec.core.models.parameters import StepFlops, parameter_count, step_flops
 from runspec.core.schema import RunSpec, SamplerPool
 from runspec.core.schema.role_names import island_names, island_spec
-from runspec.estimate import assumed, speed
+from runspec.estimate import LearnerMemory, assumed, learner_memory, speed, update_microbatches
 from runspec.estimate.assumed import Assumed, Cost, cost, inputs
 from runspec.estimate.broadcast import (
     Arrival,
@@ -24,7 +23,6 @@ from runspec.estimate.broadcast import (
     exchange,
     version_size,
 )
-from runspec.estimate.learner import LearnerMemory, learner_memory, update_microbatches
 from runspec.simulate.run import simulate
 
 _STEPS = 10

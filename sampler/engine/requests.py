@@ -18,7 +18,7 @@ from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.schema import SamplerPool
-from verify.toploc.codec import CHUNK_ROWS, TOP_K, Selection
+from verify.toploc import CHUNK_ROWS, TOP_K, Selection
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Sampled:
     """i32 [n]: the policy version that each token was sampled from."""
     selection: Selection
     """Selection of the final hidden states behind the tokens, one chunk for each 32 or rest of
-    them: `verify.toploc.codec.build_proofs_of` makes the proofs."""
+    them: `verify.toploc.build_proofs_of` makes the proofs."""
 
 
 @dataclass(frozen=True)

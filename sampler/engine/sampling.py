@@ -26,7 +26,7 @@ import torch
 
 from sampler.engine.requests import Recorded
 from verify.noise import exponential, token_words
-from verify.toploc.codec import CHUNK_ROWS, MAGNITUDE, TOP_K, blocks, select
+from verify.toploc import CHUNK_ROWS, MAGNITUDE, TOP_K, blocks, select
 from verify.truncation import kept_from
 
 _PORTION_ELEMENTS = 1 << 23

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec.core.errors import one_line
-from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode
+from runspec.core.process import FOLLOW_VARIABLE, Move, Reply, Settings, encode
 from sampler.engine.requests import merge, require_same_bytes
 
 Message = MutableMapping[str, Any]
@@ -53,7 +53,7 @@ class VersionSwitch:
         self._opened, self._idle = asyncio.Event(), asyncio.Event()
         self._opened.set()
         self._idle.set()
-        self._settings = Settings(**json.loads(os.environ[VARIABLE]))
+        self._settings = Settings(**json.loads(os.environ[FOLLOW_VARIABLE]))
         self._version = self._settings.version
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

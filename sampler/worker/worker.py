@@ -30,7 +30,7 @@ from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
 from verify.formats.lease import lease_digest, open_lease
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission
 from verify.plugins import TaskSet
-from verify.toploc.codec import build_proofs_of
+from verify.toploc import build_proofs_of
 
 LEASE_POLL_S = 1.0
 """Seconds that one request for a lease stays open."""

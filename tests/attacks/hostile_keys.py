@@ -46,7 +46,7 @@ from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import Rollout, encode_rollouts
 from verify.noise import gumbel
 from verify.plugins import TaskSet, WeightsLocation, load_task_set
-from verify.toploc.codec import CHUNK_ROWS, build_proofs_of, round_to_bf16, select
+from verify.toploc import CHUNK_ROWS, build_proofs_of, round_to_bf16, select
 
 ATTACKS = {
     "rubbish": StrategyBlock(kind="rubbish"),

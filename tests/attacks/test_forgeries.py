@@ -35,7 +35,7 @@ from verify.formats.submission import KIND, Rollout
 from verify.formats.verdict import CheckResult, open_verdict, sign_verdict
 from verify.plugins import PrefillOutput
 from verify.thresholds import BFLOAT16, FLOAT32, Limits
-from verify.toploc.codec import PRIME, Proof, build_proofs, build_proofs_batch, parse_proof
+from verify.toploc import PRIME, Proof, build_proofs, build_proofs_batch, parse_proof
 from verify.toploc.statistics import (
     ChunkStatistics,
     bits_against_guessing,

@@ -38,7 +38,7 @@ from verify.coordinator.machine.trust import reputation
 from verify.coordinator_http import RequestChecker, Unauthorised, sign_request
 from verify.formats.lease import MAX_OPEN_LEASES, Lease, assignments
 from verify.formats.submission import Rollout, encode_rollouts
-from verify.toploc.codec import build_proofs
+from verify.toploc import build_proofs
 from verify.validator import is_drawn
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.model_files import require_published
-from learner_jax.corpus.documents import Counts, read_documents
+from learner_jax.corpus import Counts, read_documents
 from runspec.cli.evaluate import print_results
 from runspec.cli.machines import progress_line
 from runspec.core import rows as row_files

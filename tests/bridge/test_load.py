@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.conversion import LeafReader
+from bridge.model_files import VersionedPrefill
 from bridge.orbax_io import leaf_spec, read_pieces
-from bridge.prefill import VersionedPrefill
 from bridge.safetensors_io import (
     read_header,
     read_headers,
@@ -305,7 +305,7 @@ class Shelves:
     def __init__(self, folder: Path, room: int, count: int, monkeypatch: Any) -> None:
         self._folder, self._room = folder, room
         self.loads: list[str] = []
-        monkeypatch.setattr("bridge.prefill.WeightsClient", lambda *_, **__: self)
+        monkeypatch.setattr("bridge.model_files.WeightsClient", lambda *_, **__: self)
         spec: Any = SimpleNamespace(grpo=SimpleNamespace(async_level=count - 1))
         weights = WeightsLocation("run", (), "", folder)
         self.versions = VersionedPrefill(

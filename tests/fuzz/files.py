@@ -52,7 +52,7 @@ from verify.proof_commands import (
     open_activations,
 )
 from verify.thresholds import BFLOAT16
-from verify.toploc.codec import (
+from verify.toploc import (
     PRIME,
     TOP_K,
     MalformedProof,

@@ -29,7 +29,7 @@ from learner_jax.step import build_programs
 from runspec.core.errors import UserError
 from runspec.core.models.family import parse_config
 from runspec.core.schema import RunSpec
-from runspec.estimate.learner import learner_memory
+from runspec.estimate import learner_memory
 from tests.harness import ROOT
 from tests.learner_jax.conftest import tiny_spec
 

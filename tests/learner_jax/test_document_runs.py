@@ -14,7 +14,7 @@ import pytest
 from learner_jax.__main__ import main
 from learner_jax.corpus.packed import CorpusRows, open_corpus
 from learner_jax.feed import DocumentBatch, decode, encode
-from learner_jax.report import document_lengths
+from learner_jax.recipes import document_lengths
 from learner_jax.train import train
 from learner_jax.warm_start import draw_initial_model
 from runspec.core.errors import UserError

@@ -15,7 +15,7 @@ from learner_jax.batch import Agreement, Batch, TrainingRollout
 from learner_jax.metrics import CLIPPED, GAUGES, Clock, JsonLines, Rows
 from learner_jax.model import abstract_params, bind
 from learner_jax.packing import TokenBatch
-from learner_jax.report import peak_flops, rollouts_line, work_line
+from learner_jax.recipes import peak_flops, rollouts_line, work_line
 from learner_jax.sharding import Execution
 from learner_jax.step import policy_logprobs
 from learner_jax.training import StepResult

@@ -22,7 +22,7 @@ from verify.formats.lease import Assignment, Lease, assignments, lease_digest
 from verify.formats.submission import Rollout
 from verify.noise import gumbel, noise_key
 from verify.plugins import Graded, GradeItem, GraderFault, PrefillInput, PrefillOutput, Problem
-from verify.toploc.codec import build_proofs
+from verify.toploc import build_proofs
 from verify.truncation import Truncation, describe, judged, thresholds
 
 VOCAB, HIDDEN, EOS = 48, 64, 0

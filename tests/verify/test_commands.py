@@ -19,7 +19,7 @@ from tests.verify.profiles import ROOT, document, made_profile
 from tests.verify.small_model import bf16_bits
 from verify.__main__ import main
 from verify.thresholds import BFLOAT16
-from verify.toploc.codec import PRIME, build_proofs
+from verify.toploc import PRIME, build_proofs
 
 ACCEPTED, REJECTED, UNREADABLE, INTERNAL, INTERRUPTED, NOBODY_READS = 0, 1, 2, 3, 130, 141
 Printed = pytest.CaptureFixture[str]

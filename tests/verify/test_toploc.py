@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.verify.small_model import bf16_bits
 from verify.checks.prefill import judge_proofs
 from verify.thresholds import BFLOAT16
-from verify.toploc.codec import (
+from verify.toploc import (
     MAGNITUDE,
     PRIME,
     PROOF_BYTES,

@@ -35,7 +35,7 @@ from verify.formats.submission import (
 from verify.plugins import WeightsLocation, load_prefill_engine
 from verify.recompute import Recomputed, prefill_request, recompute
 from verify.thresholds import Limits
-from verify.toploc.codec import TOP_K, MalformedProof
+from verify.toploc import TOP_K, MalformedProof
 from verify.toploc.statistics import RADII, ChunkStatistics
 from verify.truncation import Truncation
 

@@ -47,7 +47,7 @@ from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult
 from verify.recompute import Recomputed
 from verify.thresholds import MODULUS_SLACK, NULL_BITS, RICH_BITS, TERMS_SLACK, Limits
-from verify.toploc.codec import MalformedProof
+from verify.toploc import MalformedProof
 from verify.toploc.statistics import RADII, ChunkStatistics, NullTest, null_test
 from verify.truncation import HEADS, POWERS, Choices
 

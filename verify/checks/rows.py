@@ -33,7 +33,7 @@ from verify.formats.submission import Rollout, decode_rollouts, open_submission
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import MAX_FINGERPRINTS, CheckResult
 from verify.thresholds import LOGPROB_CEILING, LOGPROB_FLOOR, REWARD_TOLERANCE
-from verify.toploc.codec import CHUNK_ROWS, MalformedProof, parse_proof
+from verify.toploc import CHUNK_ROWS, MalformedProof, parse_proof
 
 _SHOWN = 40  # characters of a hostile string that a reason repeats
 

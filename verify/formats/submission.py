@@ -19,7 +19,7 @@ from runspec.core.signed import (
     sign_document,
 )
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
-from verify.toploc.codec import CHUNK_ROWS, PROOF_BYTES
+from verify.toploc import CHUNK_ROWS, PROOF_BYTES
 
 KIND = "submission"
 MAX_ENVELOPE_BYTES = 8 * 1024

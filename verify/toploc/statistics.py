@@ -20,17 +20,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verify.toploc import codec
+from verify import toploc
 
 RADII = (8, 32)
 """Largest distances of a hit in units in the last place: 8 for bfloat16's rounding, 32 for
 fp8's."""
-GRANTED_CELLS = 2 * codec.TOP_K
+GRANTED_CELLS = 2 * toploc.TOP_K
 _OFFSET = 1 << 16  # makes ordered values positive
 _CHANNEL = 1 << 18  # beyond them and any radius
 
 
-def guessable(selection: codec.Selection, ordered: np.ndarray, widths: np.ndarray) -> np.ndarray:
+def guessable(selection: toploc.Selection, ordered: np.ndarray, widths: np.ndarray) -> np.ndarray:
     """Return how many positions the best whole-channel forgery would hit, chosen in hindsight.
 
     Args:
@@ -52,13 +52,13 @@ def guessable(selection: codec.Selection, ordered: np.ndarray, widths: np.ndarra
     rank = np.arange(len(starts)) - np.searchsorted(owner, np.arange(count))[owner]
     rows = np.maximum(selection.sizes // widths, 1)
     # Whole channels in 256 cells, rounded up: 8 for a full chunk, more for a short one.
-    granted = np.minimum(-(-GRANTED_CELLS // rows), codec.TOP_K)
+    granted = np.minimum(-(-GRANTED_CELLS // rows), toploc.TOP_K)
     best = np.empty((count, len(RADII)), np.int64)
     for column, radius in enumerate(RADII):
         inside = np.searchsorted(keys, keys + 2 * radius, side="right") - np.arange(len(keys))
         most = np.maximum.reduceat(inside, starts)
         most[of_unused == widths[owner]] = 0
-        by_channel = np.zeros((count, codec.TOP_K), np.int64)
+        by_channel = np.zeros((count, toploc.TOP_K), np.int64)
         by_channel[owner, rank] = -most
         by_channel.sort(axis=1)
         sums = -by_channel.cumsum(axis=1)
@@ -179,7 +179,7 @@ def verify_proofs(hidden_bits: np.ndarray, proofs: Sequence[bytes]) -> list[Chun
         MalformedProof: a proof is malformed, or their number is wrong.
     """
     result = verify_proofs_batch([hidden_bits], [proofs])[0]
-    if isinstance(result, codec.MalformedProof):
+    if isinstance(result, toploc.MalformedProof):
         raise result
     return result
 
@@ -187,7 +187,7 @@ def verify_proofs(hidden_bits: np.ndarray, proofs: Sequence[bytes]) -> list[Chun
 def verify_proofs_batch(
     rollouts: Sequence[np.ndarray],
     proofs: Sequence[Sequence[bytes]],
-) -> list[list[ChunkStatistics] | codec.MalformedProof]:
+) -> list[list[ChunkStatistics] | toploc.MalformedProof]:
     """Compare the proofs of many rollouts at once, which is faster than one by one.
 
     Args:
@@ -197,41 +197,41 @@ def verify_proofs_batch(
         For each rollout its statistics, or why its proofs are malformed. Malformed proofs of one
         rollout do not affect the others.
     """
-    chunks = [codec.split(hidden) for hidden in rollouts]
+    chunks = [toploc.split(hidden) for hidden in rollouts]
     parsed = [_parse(own, sent) for own, sent in zip(chunks, proofs, strict=True)]
     judged = [
         (chunk, (proof, hidden.shape[1]))
         for hidden, c, p in zip(rollouts, chunks, parsed, strict=True)
-        if not isinstance(p, codec.MalformedProof)
+        if not isinstance(p, toploc.MalformedProof)
         for chunk, proof in zip(c, p, strict=True)
     ]
     claims = iter([claim for _, claim in judged])
     found = iter(
         [
             statistics
-            for block in codec.blocks([chunk for chunk, _ in judged])
+            for block in toploc.blocks([chunk for chunk, _ in judged])
             for statistics in _compare(block, [next(claims) for _ in block])
         ]
     )
-    return [p if isinstance(p, codec.MalformedProof) else [next(found) for _ in p] for p in parsed]
+    return [p if isinstance(p, toploc.MalformedProof) else [next(found) for _ in p] for p in parsed]
 
 
 def _parse(
     chunks: list[np.ndarray], proofs: Sequence[bytes]
-) -> list[codec.Proof] | codec.MalformedProof:
+) -> list[toploc.Proof] | toploc.MalformedProof:
     if len(proofs) != len(chunks):
-        return codec.MalformedProof(f"{len(proofs)} proofs for {len(chunks)} chunks")
+        return toploc.MalformedProof(f"{len(proofs)} proofs for {len(chunks)} chunks")
     try:
         return [
-            codec.parse_proof(p, k=min(codec.TOP_K, c.size))
+            toploc.parse_proof(p, k=min(toploc.TOP_K, c.size))
             for c, p in zip(chunks, proofs, strict=True)
         ]
-    except codec.MalformedProof as error:
+    except toploc.MalformedProof as error:
         return error
 
 
 def _compare(
-    chunks: list[np.ndarray], claims: list[tuple[codec.Proof, int]]
+    chunks: list[np.ndarray], claims: list[tuple[toploc.Proof, int]]
 ) -> list[ChunkStatistics]:
     """Compare C chunks with their proofs.
 
@@ -239,16 +239,16 @@ def _compare(
         chunks: u16 bits, flat.
         claims: of each chunk its proof and the hidden size.
     """
-    selection = codec.select(chunks)
+    selection = toploc.select(chunks)
     true, used, k = selection.bits, selection.used, selection.k
     moduli = np.array([proof.modulus for proof, _ in claims])
     coefficients = np.stack([proof.coefficients for proof, _ in claims])
     points = selection.indices % moduli[:, None]
-    claimed = codec.canonical(codec.evaluate(coefficients.astype(np.float64), points))
-    modulus_gaps = np.maximum(codec.injective_moduli(selection.indices) - moduli, 0)
+    claimed = toploc.canonical(toploc.evaluate(coefficients.astype(np.float64), points))
+    modulus_gaps = np.maximum(toploc.injective_moduli(selection.indices) - moduli, 0)
     # Whether all k activations are equal, so that the polynomial is a constant.
     alike = (~used | (true == true[:, :1])).all(axis=1)
-    degrees = codec.TOP_K - 1 - np.argmax(coefficients[:, ::-1] != 0, axis=1)
+    degrees = toploc.TOP_K - 1 - np.argmax(coefficients[:, ::-1] != 0, axis=1)
     degrees[~coefficients.any(axis=1)] = 0
     missing = np.where(alike, 0, k - 1 - degrees)
     agree = used & ((true ^ claimed) & _EXPONENT == 0)
@@ -260,7 +260,7 @@ def _compare(
     ordered = _signed(true)
     distance = np.where(used, np.abs(ordered - _signed(claimed)), _FAR)
     error = _upper_median(distance, k)
-    constant = _constant_error(true & codec.MAGNITUDE, used, k)
+    constant = _constant_error(true & toploc.MAGNITUDE, used, k)
     misses = np.stack([(used & (distance > radius)).sum(axis=1) for radius in RADII], axis=1)
     guesses = guessable(selection, ordered, np.array([width for _, width in claims]))
     guesses = np.where(alike[:, None], k[:, None], guesses)  # a constant hits them
@@ -285,13 +285,13 @@ def _compare(
 
 def _signed(bits: np.ndarray) -> np.ndarray:
     """Return bf16 bits as integers in the order of the numbers: neighbours differ by 1."""
-    magnitude = bits & codec.MAGNITUDE
+    magnitude = bits & toploc.MAGNITUDE
     return np.where(bits & _SIGN, -magnitude, magnitude)
 
 
 def _upper_median(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the element at index counts // 2 of each sorted row."""
-    middle = np.minimum(counts // 2, codec.TOP_K - 1)
+    middle = np.minimum(counts // 2, toploc.TOP_K - 1)
     return np.take_along_axis(np.sort(values, axis=1), middle[:, None], axis=1)[:, 0]
 
 
@@ -299,6 +299,6 @@ def _constant_error(magnitudes: np.ndarray, used: np.ndarray, k: np.ndarray) -> 
     """Return the least upper median of |magnitude - c| over c: half the shortest span of k // 2 +
     1."""
     ordered = np.sort(np.where(used, magnitudes, _FAR), axis=1)
-    last = np.arange(codec.TOP_K) + (k // 2)[:, None]
-    spans = np.take_along_axis(ordered, np.minimum(last, codec.TOP_K - 1), axis=1) - ordered
+    last = np.arange(toploc.TOP_K) + (k // 2)[:, None]
+    spans = np.take_along_axis(ordered, np.minimum(last, toploc.TOP_K - 1), axis=1) - ordered
     return np.where(last < k[:, None], spans, _FAR).min(axis=1) / 2

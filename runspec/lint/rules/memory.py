@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from math import ceil, sqrt
 
-from runspec.core.models import ModelConfig
-from runspec.core.models.hardware import DEVICES, device_count, device_of
+from runspec.core.models import DEVICES, ModelConfig, device_count, device_of
 from runspec.core.models.parameters import MAX_LOGITS, MEMORY_UTILIZATION, prefill_bytes
 from runspec.core.models.parameters import logits_chunk as logits_positions
 from runspec.core.schema.schema_fields import close_match
+from runspec.estimate import learner_memory
 from runspec.estimate.assumed import weight_move
 from runspec.estimate.broadcast import version_size
-from runspec.estimate.learner import learner_memory
 from runspec.estimate.speed import sampler_memory
 from runspec.lint import (
     Context,
@@ -54,7 +53,7 @@ def _gb(size: float) -> str:
 def unknown_hardware(context: Context) -> Found:
     """Hardware must be of a kind whose figures are known, or bring its own.
 
-    Memory, FLOP/s and bandwidth of a device come from the table of `runspec.core.models.hardware`,
+    Memory, FLOP/s and bandwidth of a device come from the table of `runspec.core.models`,
     by `kind`. Of another kind nothing can be said to fit and no time can be told, unless the spec
     gives `memory`, and for times `peak_flops` and `memory_bandwidth`.
     """

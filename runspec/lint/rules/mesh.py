@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from math import lcm, prod
 
-from runspec.core.models import ModelConfig
-from runspec.core.models.hardware import DEVICES, device_count
+from runspec.core.models import DEVICES, ModelConfig, device_count
 from runspec.core.schema import RunSpec
 from runspec.lint import (
     Context,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runspec.core.models import Dynamic, Linear, ModelConfig, Yarn
-from runspec.core.models.hardware import device_count
+from runspec.core.models import Dynamic, Linear, ModelConfig, Yarn, device_count
 from runspec.core.models.parameters import CPU_HEAD_SIZES
 from runspec.core.schema import Hardware, RunSpec
 from runspec.lint import Context, Found, Violation, divisors, model_rule, relation, rule

@@ -9,10 +9,10 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, TypeVar
 
+from runspec.core.errors import duration, latency, number, per_second, share
 from runspec.core.schema import RunSpec
 from runspec.estimate.assumed import hourly_price
 from runspec.local.diagnosis import LOSS, figure_title, in_order, main_figure
-from runspec.local.formatting import duration, latency, number, per_second, share
 from runspec.local.metrics import (
     ENDS,
     Row,

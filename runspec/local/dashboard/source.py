@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from broadcast.layout import stored_versions
 from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import reported
 from runspec.core.files import read_bounded
 from runspec.core.run_files import METRICS_FILE, initial_model, submission_files
 from runspec.core.schema import RunSpec
@@ -24,7 +25,6 @@ from runspec.core.signed import BadSignature, SigningKey
 from runspec.core.tokenizer_files import MAX_TOKENIZER_BYTES, read_tokenizer, tokenizer_of
 from runspec.local.dashboard.overview import events_shown
 from runspec.local.diagnosis import diagnose, results_of
-from runspec.local.formatting import reported
 from runspec.local.metrics import bytes_sent, latest_by_step, objects, read_rows, served_bytes
 from runspec.local.run_view import look_at
 from verify.client import MAX_LIST_BYTES

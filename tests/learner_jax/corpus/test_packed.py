@@ -277,7 +277,7 @@ def test_bad_input_is_named_with_file_and_line(case: str, model: Path, tmp_path:
 def test_a_whole_file_over_the_limit_is_refused_before_it_is_read_whole(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("learner_jax.corpus.documents.MAX_DOCUMENT_BYTES", 32)
+    monkeypatch.setattr("learner_jax.corpus.MAX_DOCUMENT_BYTES", 32)
     (tmp_path / "a").write_bytes(b"one\n" * 20)
     source = {"name": "a", "kind": "text", "uri": str(tmp_path / "a"), "params": {"whole": True}}
     with pytest.raises(UserError, match=r"/a:9: more than 32 bytes"):

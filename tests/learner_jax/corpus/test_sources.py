@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from learner_jax.corpus import documents
-from learner_jax.corpus.documents import Counts, Document, kind_of, read_documents
+from learner_jax import corpus
+from learner_jax.corpus import Counts, Document, kind_of, read_documents
 from learner_jax.corpus.sources import Conversation, check_documents, read_rows
 from runspec.core.errors import UserError
 from runspec.core.schema import RunSpec, Source
@@ -115,7 +115,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_a_document_over_the_limit_is_refused_before_it_is_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, data: bytes
 ) -> None:
-    monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 32)
+    monkeypatch.setattr(corpus, "MAX_DOCUMENT_BYTES", 32)
     with pytest.raises(UserError, match="more than 32 bytes"):
         texts(write(tmp_path / name, data))
 

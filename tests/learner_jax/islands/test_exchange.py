@@ -12,9 +12,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from learner_jax.islands import Silent
 from learner_jax.islands import exchange as exchange_module
 from learner_jax.islands.exchange import Exchange
-from learner_jax.islands.shares import Silent
 from learner_jax.islands.state import KEPT_PERIODS, Behind, OuterState, outer_update
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError

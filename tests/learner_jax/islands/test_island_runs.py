@@ -17,7 +17,7 @@ from runspec.core.models import read_config
 from runspec.core.models.family import parse_config
 from runspec.core.run_files import corpus_cache, island_folder
 from runspec.local.identity import make_identity
-from runspec.local.rollback import roll_back
+from runspec.local.prepare import roll_back
 from tests.learner_jax.islands.island_runs import DEADLINE_S, IslandRun, spec_of
 from tests.learner_jax.test_document_runs import files
 from tests.runspec.supervised import supervised_spec

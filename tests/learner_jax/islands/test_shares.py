@@ -19,7 +19,7 @@ from broadcast import store as store_module
 from broadcast.layout import stored_versions
 from broadcast.relay import run_origin
 from broadcast.store import AlreadyPublished
-from learner_jax.islands.shares import BadObject, ShareFetcher, ShareStore, Silent
+from learner_jax.islands import BadObject, ShareFetcher, ShareStore, Silent
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.roles import sign_roles
@@ -186,8 +186,8 @@ def test_an_island_of_which_nothing_arrives_is_named(islands, monkeypatch):
         eventually(lambda: fetcher.received_from("a"), "bytes")
         return wait(fetching, 0)
 
-    monkeypatch.setattr("learner_jax.islands.shares.time", clock)
-    monkeypatch.setattr("learner_jax.islands.shares.wait", look)
+    monkeypatch.setattr("learner_jax.islands.time", clock)
+    monkeypatch.setattr("learner_jax.islands.wait", look)
     # then the first is waited for, and the second is told apart
     with pytest.raises(Silent, match="island b") as caught:
         fetcher.fetch_shares(4, shares, WAIT_S, 5.0)
@@ -195,7 +195,7 @@ def test_an_island_of_which_nothing_arrives_is_named(islands, monkeypatch):
 
 
 def test_waits_are_reported_and_can_be_cancelled(islands, caplog, monkeypatch):
-    monkeypatch.setattr("learner_jax.islands.shares.REPORT_EVERY_S", 0.02)
+    monkeypatch.setattr("learner_jax.islands.REPORT_EVERY_S", 0.02)
     server = islands.fake("b")
     share = islands.offered("b", server.url)
     server.answer("/chunks/", held_until(threading.Event()))

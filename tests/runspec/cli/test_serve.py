@@ -23,11 +23,11 @@ from runspec.cli import follow
 from runspec.cli.follow import Follower, Versions
 from runspec.cli.serve import _opening, link_files, print_reply, served, telling
 from runspec.core.errors import UserError
-from runspec.core.follow_protocol import Move, Reply, encode
+from runspec.core.process import Move, Reply, encode
 from runspec.core.run_files import weights_folder
 from runspec.core.schema.load import load_resolved
 from runspec.core.signed import SigningKey
-from runspec.local.chat.front import Engine, Front
+from runspec.local.chat import Engine, Front
 from runspec.local.model_folders import published_version
 from sampler.tasks.task_set import PromptCodec
 from tests.runspec.cli.in_process import runspec

@@ -21,9 +21,9 @@ from aiohttp import web
 
 from runspec.core.connection_limits import Observer, answering
 from runspec.core.http_server import serving
-from runspec.local.chat import front
-from runspec.local.chat.accounts import FILE, Accounts
-from runspec.local.chat.front import LIMITS, Engine, Front, Thinking
+from runspec.local import chat
+from runspec.local.chat import LIMITS, Engine, Front, Thinking
+from runspec.local.identity import ACCOUNTS_FILE, Accounts
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.cli.published import publish_run
 from tests.runspec.local.dashboard.test_browser import chrome  # noqa: F401 - a fixture
@@ -184,10 +184,10 @@ def test_beyond_this_machine_a_key_is_needed():
 
 
 def test_accounts_have_keys_and_limits_and_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(front, "ATTEMPT_S", 1e6)  # ten attempts, and no further one
+    monkeypatch.setattr(chat, "ATTEMPT_S", 1e6)  # ten attempts, and no further one
     (run_dir := tmp_path / RUN).mkdir()
-    accounts = Accounts(run_dir / FILE)
-    assert (run_dir / FILE).stat().st_mode & 0o777 == 0o600
+    accounts = Accounts(run_dir / ACCOUNTS_FILE)
+    assert (run_dir / ACCOUNTS_FILE).stat().st_mode & 0o777 == 0o600
     with fronted(accounts=accounts, day_tokens=20) as (url, _):
 
         def enter(how: str, name: Any = "ada", password: Any = PASSWORD) -> httpx.Response:
@@ -215,7 +215,7 @@ def test_accounts_have_keys_and_limits_and_end(tmp_path, monkeypatch):
         # and whoever guesses on has to wait
         assert enter("login", "eve").status_code == 429
     # and nothing in the file is a key or a password
-    stored = (run_dir / FILE).read_bytes()
+    stored = (run_dir / ACCOUNTS_FILE).read_bytes()
     assert not any(secret.encode() in stored for secret in (key, again, bob, PASSWORD))
 
 
@@ -279,7 +279,7 @@ def test_two_versions_answer_side_by_side_for_whoever_has_the_link(chrome) -> No
 
 @pytest.mark.slow
 def test_the_page_registers_and_a_revoked_account_is_out(chrome, tmp_path) -> None:  # noqa: F811
-    accounts, field = Accounts(tmp_path / FILE), partial(chrome.find_element, "id")
+    accounts, field = Accounts(tmp_path / ACCOUNTS_FILE), partial(chrome.find_element, "id")
     with fronted(accounts=accounts, day_tokens=1000) as (url, _):
         chrome.get(url)
         assert not field("ask").is_displayed()
@@ -298,7 +298,7 @@ def test_the_page_registers_and_a_revoked_account_is_out(chrome, tmp_path) -> No
 
 def test_the_operator_lists_and_revokes(tmp_path):
     run_dir = publish_run(tmp_path, 1)
-    (accounts := Accounts(run_dir / FILE)).register("ada", PASSWORD)
+    (accounts := Accounts(run_dir / ACCOUNTS_FILE)).register("ada", PASSWORD)
     accounts.spend("ada", 1500)
 
     def serve(*words: str) -> CompletedProcess[str]:

@@ -10,9 +10,17 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from bridge.weight_map import hf_shapes
 from runspec.core.errors import UserError
-from runspec.core.models import Dynamic, Linear, Llama3, ModelConfig, Yarn
+from runspec.core.models import (
+    DEVICES,
+    Dynamic,
+    Linear,
+    Llama3,
+    ModelConfig,
+    Yarn,
+    device_count,
+    jax_device,
+)
 from runspec.core.models.family import hf_config, model_names, named_model, parse_config
-from runspec.core.models.hardware import DEVICES, device_count, jax_device
 from runspec.core.models.parameters import parameter_count
 from runspec.core.schema import Hardware
 from runspec.core.tokenizer_files import ChatTemplate

@@ -21,9 +21,8 @@ from runspec.core.models.parameters import (
     useful_flops,
 )
 from runspec.core.schema import Broadcast, Lora, Origin, Relay, RunSpec
-from runspec.estimate import broadcast, speed
+from runspec.estimate import broadcast, learner_memory, speed
 from runspec.estimate.assumed import changed_share
-from runspec.estimate.learner import learner_memory
 from runspec.estimate.speed import sampler_memory, weight_bytes
 from tests.runspec.supervised import shipped
 

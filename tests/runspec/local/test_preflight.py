@@ -15,8 +15,8 @@ import pytest
 
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
+from runspec.core.models import device_count
 from runspec.core.models.family import model_config
-from runspec.core.models.hardware import device_count
 from runspec.core.process import save_endpoints
 from runspec.core.roles import sign_roles
 from runspec.core.schema import RunSpec, Tokenizer

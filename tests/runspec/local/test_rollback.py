@@ -20,9 +20,9 @@ from runspec.core.files import ObjectPath, write_atomic
 from runspec.core.run_files import STATE_FILE, checkpoints_folder
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import dump_resolved, load_resolved, spec_digest
-from runspec.local import rollback
+from runspec.local import prepare
 from runspec.local.planning import STARTS_ANEW, make_plan, takes_any_change
-from runspec.local.rollback import complete_rollback, roll_back, start_anew
+from runspec.local.prepare import complete_rollback, roll_back, start_anew
 from runspec.local.run_dir import hold
 from runspec.local.state import RunState
 from tests.object_store import BUCKET, s3_server
@@ -206,8 +206,8 @@ def acts(run_dir: Path, monkeypatch: pytest.MonkeyPatch, until: int) -> int:
 
     with monkeypatch.context() as patch, hold(run_dir):
         for name in ("_remove", "_keep_steps_below", "write_atomic", "remove_leftovers"):
-            patch.setattr(rollback, name, counted(getattr(rollback, name)))
-        patch.setattr(rollback, "write_summary", counted(lambda *arguments: None))  # it draws
+            patch.setattr(prepare, name, counted(getattr(prepare, name)))
+        patch.setattr(prepare, "write_summary", counted(lambda *arguments: None))  # it draws
         roll_back(run_dir, 4)
     return made
 
@@ -227,7 +227,7 @@ def test_a_rollback_cut_short_is_completed_by_the_next_command(
         shutil.copytree(intact, run_dir)
         with pytest.raises(Killed):
             acts(run_dir, monkeypatch, until)
-        monkeypatch.setattr(rollback, "write_summary", lambda *arguments: None)
+        monkeypatch.setattr(prepare, "write_summary", lambda *arguments: None)
         with hold(run_dir):
             completed = complete_rollback(run_dir)
         # then it was not begun, or is completed, to the same files
@@ -440,7 +440,7 @@ def test_a_new_start_that_was_cut_short_is_completed_by_the_next_command(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(rollback, "_keep_steps_below", killed)
+        patch.setattr(prepare, "_keep_steps_below", killed)
         with pytest.raises(Killed), prepared(changed, tmp_path):
             pytest.fail("started with half of it removed")
     assert (untrained / "rollback.json").exists()

@@ -37,7 +37,7 @@ from tests.sampler.engine.models import (
 )
 from tests.verify.small_model import small_spec
 from tests.waiting import eventually
-from verify.toploc.codec import TOP_K
+from verify.toploc import TOP_K
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate
 from sampler.engine.requests import split_recorded
 from sampler.engine.sampling import GumbelSampler, Rules, TokenRecorder, Vocabulary, _win
 from sampler.engine.worker_extension import SeededSampler, sampling_arguments
-from verify.toploc.codec import build_proofs, build_proofs_of
+from verify.toploc import build_proofs, build_proofs_of
 
 VOCABULARY = 50
 OTHER = SamplingParams(temperature=0.0)

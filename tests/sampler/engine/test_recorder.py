@@ -20,7 +20,7 @@ from sampler.engine.sampling import (
     by_topk,
     select_largest,
 )
-from verify.toploc.codec import CHUNK_ROWS, TOP_K, build_proofs, build_proofs_of, select
+from verify.toploc import CHUNK_ROWS, TOP_K, build_proofs, build_proofs_of, select
 
 SLOTS, LONGEST, HIDDEN = 4, 100, 8
 

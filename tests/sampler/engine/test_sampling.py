@@ -20,7 +20,7 @@ from tests.sampler.engine.models import (
     tokens_of,
 )
 from verify.noise import gumbel
-from verify.toploc.codec import build_proofs_of
+from verify.toploc import build_proofs_of
 from verify.toploc.statistics import ChunkStatistics, verify_proofs
 from verify.truncation import Truncation, kept_from
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode
+from runspec.core.process import FOLLOW_VARIABLE, Move, Reply, Settings, encode
 from sampler.engine import version_switch
 from sampler.engine.version_switch import VersionSwitch
 
@@ -64,7 +64,7 @@ class Site:
     def __init__(self, hold_s, monkeypatch):
         self.ours, servers = socket.socketpair()
         settings = Settings(servers.detach(), "small", 1, hold_s)
-        monkeypatch.setenv(VARIABLE, json.dumps(asdict(settings)))
+        monkeypatch.setenv(FOLLOW_VARIABLE, json.dumps(asdict(settings)))
         self.vllm = FakeVllm()
         self.switch = VersionSwitch(self.vllm)
         scope = {"type": "lifespan", "app": SimpleNamespace(state=self.vllm.state)}

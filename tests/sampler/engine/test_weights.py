@@ -43,7 +43,7 @@ from tests.sampler.engine.models import (
 )
 from tests.waiting import eventually
 from verify.noise import noise_key
-from verify.toploc.codec import build_proofs_of
+from verify.toploc import build_proofs_of
 from verify.toploc.statistics import verify_proofs
 
 CORES = len(os.sched_getaffinity(0))

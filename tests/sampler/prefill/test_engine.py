@@ -25,7 +25,7 @@ from verify.noise import gumbel
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation, load_prefill_engine
 from verify.recompute import TokenFacts, Wanted, token_facts
 from verify.thresholds import BFLOAT16, FLOAT32
-from verify.toploc.codec import build_proofs
+from verify.toploc import build_proofs
 from verify.toploc.statistics import verify_proofs
 from verify.truncation import Truncation
 

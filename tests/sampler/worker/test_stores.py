@@ -31,7 +31,7 @@ from verify.formats.lease import Lease, assignments, lease_digest, open_lease
 from verify.formats.submission import decode_rollouts, encode_rollouts, sign_submission
 from verify.noise import noise_key
 from verify.plugins import Graded, GradeItem, GraderFault
-from verify.toploc.codec import build_proofs_of, select, split
+from verify.toploc import build_proofs_of, select, split
 from verify.toploc.statistics import verify_proofs
 
 # -- The outbox's folder ---------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from tests.waiting import eventually
 from verify.client import CoordinatorClient
 from verify.formats.submission import Rollout, decode_rollouts
 from verify.plugins import Graded, GradeItem, Problem
-from verify.toploc.codec import select, split
+from verify.toploc import select, split
 
 LOG = logging.getLogger("worker")
 LENGTH = 8

@@ -37,9 +37,9 @@ from runspec.core.schema import RunSpec
 from runspec.core.schema.training import Data
 from runspec.lint import TokenizerFiles
 from runspec.lint.rules.data import opens_thinking, thinking_of
-from runspec.local.chat.accounts import Accounts, Refused
 from runspec.local.dashboard.page import html_page
 from runspec.local.dashboard.server import names_this_machine, not_kept
+from runspec.local.identity import Accounts, Refused
 
 LIMITS = ConnectionLimits(256, idle_s=75.0, head_s=30.0, header_bytes=8190, linger_s=2.0)
 MAX_BODY_BYTES = 32 * 1024 * 1024
