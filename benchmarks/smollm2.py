@@ -99,17 +99,17 @@ def check_tensors(loaded: Mapping[str, torch.Tensor], path: Path, model: LlamaFo
     names = get_tensor_name_map(MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
     stored = {each.name: each for each in GGUFReader(path).tensors}
     half = model.config.head_dim // 2
-    for name in model.state_dict().keys() - {TIED}:
+    for name in model.state_dict():
+        if name == TIED:
+            continue
         tensor, of_file = loaded.get(name), stored.get(names.get_name(name, (".weight",)))
         if tensor is not None and name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = tensor.unflatten(0, (-1, 2, half)).transpose(1, 2).flatten(0, 2)
         if tensor is None or of_file is None:
-            found = "is missing"
-        elif not np.array_equal(tensor.numpy(), dequantize(of_file.data, of_file.tensor_type)):
-            found = "is not what gguf reads"
-        else:
-            continue
-        raise UserError(f"tensor {name} {found}", place=str(path), remedy=REMEDY)
+            raise UserError(f"tensor {name} is missing", place=str(path), remedy=REMEDY)
+        if not np.array_equal(tensor.numpy(), dequantize(of_file.data, of_file.tensor_type)):
+            thing = f"transformers and gguf read tensor {name} differently"
+            raise UserError(thing, place=str(path), remedy=REMEDY)
 
 
 def read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
@@ -132,10 +132,10 @@ def main(arguments: list[str] | None = None) -> int:
     folder = parser.parse_args(arguments).folder
     try:
         path = gguf_file()
-        model, tokenizer = read_model(path), read_tokenizer(path)
         with new_directory(folder) as new:
+            model = read_model(path)
             model.save_pretrained(new)
-            tokenizer.save_pretrained(new)
+            read_tokenizer(path).save_pretrained(new)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
