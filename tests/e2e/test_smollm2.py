@@ -127,7 +127,7 @@ def test_its_bits_survive_orbax(model, tmp_path):
         assert (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes()
 
 
-def test_the_sampler_has_the_log_probs_of_the_learner(forked_engines, model, prompts, learner):
+def test_the_sampler_has_the_log_probs_of_the_learner(preload_server, model, prompts, learner):
     # given samples of every prompt
     keys = [noise_key(b"\x05" * 32, 0, number) for number in range(4)]
     requests = [SampleRequest(p, NEW_TOKENS, END_TOKEN, 1.0, key) for p in prompts for key in keys]
