@@ -67,9 +67,11 @@ def test_a_run_ends_by_itself_and_its_commands_work_from_anywhere(run: RayRun) -
     assert list(apart.folder.glob(VALIDATOR))
     assert f"http://{apart.ip}:" in (run.dir / "endpoints.json").read_text()
     # and Ctrl-C ends the reading of logs, and what docs/site.md shows works
+    eventually(
+        lambda: "learner" in log.read_text(), "what the learner logged", context=log.read_text
+    )
     follows.send_signal(signal.SIGINT)
     assert follows.wait(HANG_S) == 0, log.read_text()
-    assert "learner" in log.read_text()
     for _, words in commands(RAY):
         if words[1] in ("status", "describe", "logs"):
             run.command(*[NAME if word.endswith("target-long") else word for word in words[1:]])
