@@ -11,11 +11,22 @@ import json
 import sys
 from typing import Any
 
-from benchmarks.learning import SEEDS, learned
+from benchmarks.runs import measure
 
+SEEDS = (42, 43, 44)
 STEPS = 250
 ISLANDS = "{count: 2, codec: {kind: float16}, outer: {lr: 1.0, momentum: 0.0}}"
 ONE_CORE = {"learner.hardware.count": 1, "learner.mesh": "{fsdp: 1}", "steps": STEPS}
+
+
+def learned(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return what a run learned, from its first to its last ten steps."""
+    summary = measure(name, overrides).summary
+    pairs = {
+        figure: [summary[f"{figure}_first"], summary[f"{figure}_last"]]
+        for figure in ("task_reward", "length_error")
+    }
+    return {"seed": overrides["seed"], "wall_s": summary["wall_s"], **pairs}
 
 
 def at_the_end(rows: list[dict[str, Any]], figure: str) -> list[float]:
