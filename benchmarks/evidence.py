@@ -1,6 +1,6 @@
 """What trains and what does not: the recipe's switches and a real language model, a run a row.
 
-    python -m benchmarks.evidence                            # the rows, and which seeds are recorded
+    python -m benchmarks.evidence                            # the rows and the recorded seeds
     python -m benchmarks.evidence run paper --seed 42        # `make evidence ROW=paper SEED=42`
     python -m benchmarks.evidence table switches             # a table of docs/evidence.md
     python -m benchmarks.evidence draw FILE.svg laptop paper # task rewards of rows
@@ -22,6 +22,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -48,6 +49,13 @@ PAPER: dict[str, Any] = {
 }
 """What specs/intellect2.yaml has and the laptop profile changes. Clip and lag are the paper's in
 both, rates and sizes the laptop's."""
+STEPS, ISLAND_STEPS = 200, 250
+ONE_CORE: dict[str, Any] = {
+    "learner.hardware.count": 1,
+    "learner.mesh": "{fsdp: 1}",
+    "steps": ISLAND_STEPS,
+}
+ISLANDS = "{count: 2, codec: {kind: float16}, outer: {lr: 1.0, momentum: 0.0}}"
 
 
 @dataclass(frozen=True)
@@ -59,13 +67,13 @@ class Row:
 
 
 def paper(**changes: Any) -> Row:
-    """A row of the paper's settings with changes of `algorithm`, for which `__` stands for a dot."""
+    """A row of the paper's settings with changes of `algorithm`; `__` stands for a dot."""
     own = {f"algorithm.{name.replace('__', '.')}": value for name, value in changes.items()}
-    return Row({**PAPER, **own})
+    return Row({"steps": STEPS, **PAPER, **own})
 
 
 ROWS = {
-    "laptop": Row(),
+    "laptop": Row({"steps": STEPS}),
     "paper": paper(),
     "advantage-task": paper(advantage__normalize="task"),
     "advantage-none": paper(advantage__normalize="none"),
@@ -81,12 +89,14 @@ ROWS = {
     "lag-4": Row({**paper(async_level=4).changes, "broadcast.keep_versions": 6}),
     # Remedies, should `recompute` fail.
     "capped-ratio": paper(importance__cap=2.0),
-    "rate-third": Row({**PAPER, "optimizer.lr": "1.7e-4"}),
-    "rate-tenth": Row({**PAPER, "optimizer.lr": "5e-5"}),
-    "larger-batch": Row({**paper(prompts_per_step=64).changes, "steps": 100}),
+    "rate-third": Row({**paper().changes, "optimizer.lr": "1.7e-4"}),
+    "rate-tenth": Row({**paper().changes, "optimizer.lr": "5e-5"}),
+    "larger-batch": Row({**paper(prompts_per_step=64).changes, "steps": STEPS // 4}),
     "tight-clip": paper(clip__eps_low=0.1, clip__eps_high=0.1),
+    "target-short": Row({"steps": STEPS}, table="targets"),
     "target-long": Row(
         {
+            "steps": STEPS,
             "reward.length.targets": "[16, 32, 48, 64]",
             "model.max_context": 160,
             "samplers.volunteers.max_model_len": 160,
@@ -95,13 +105,15 @@ ROWS = {
         },
         table="targets",
     ),
+    "one-learner": Row(ONE_CORE, table="islands"),
+    "two-islands": Row({**ONE_CORE, "learner.islands": ISLANDS}, table="islands"),
     "smollm2-sums": Row(table="model", spec="specs/smollm2.yaml"),
 }
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One run. `first` and `last` are means of ten steps, others means of all, if nothing is said."""
+    """One run. `first` and `last` are means of ten steps; others, if nothing is said, of all."""
 
     row: str
     seed: int
@@ -148,7 +160,7 @@ class Figures:
         steady = steps[min(WARM_UP, len(steps) // 2) :]
         count = min(PARTS, len(steps))
         edges = [len(steps) * part // count for part in range(count + 1)]
-        parts = [steps[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+        parts = [steps[a:b] for a, b in pairwise(edges)]
         return cls(
             row=row,
             seed=seed,

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +78,7 @@ def _cpu_seconds(process: subprocess.Popen[bytes]) -> dict[str, float]:
                     times = [each.cpu_times() for each in (role, *role.children(recursive=True))]
                     seen[name or "others", role.pid] = sum(sum(each[:4]) for each in times)
         time.sleep(LOOK_S)
-    total = Counter[str]()
+    total = defaultdict[str, float](float)
     for (name, _), seconds in seen.items():
         total[name] += seconds
-    return dict(total)
+    return total
