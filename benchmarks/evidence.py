@@ -1,4 +1,4 @@
-"""What trains and what does not: the recipe's switches and a real language model, a run a row.
+"""Runs the recipe's switches and a real language model, and keeps what each run reached.
 
     python -m benchmarks.evidence                            # the rows and the recorded seeds
     python -m benchmarks.evidence run paper --seed 42        # `make evidence ROW=paper SEED=42`
@@ -118,6 +118,7 @@ class Figures:
     row: str
     seed: int
     steps: int
+    """Fewer than were asked for where the filter left too few groups, and the run stalled."""
     commit: str
     date: str
     machine: str
@@ -220,6 +221,7 @@ def append(run: Figures) -> None:
 
 
 COLUMNS = {
+    "steps": ("steps",),
     "task reward": ("task_reward_first", "task_reward_last"),
     "length error": ("length_error_first", "length_error_last"),
     "held out": ("held_out_first", "held_out_last"),
@@ -238,8 +240,9 @@ def table(of: str) -> Iterator[str]:
         if runs := recorded(row):
             means = (
                 " to ".join(
-                    f"{fmean(float(run[name]) for run in runs):.3g}" if runs[0][name] else ""
+                    f"{fmean(float(run[name]) for run in runs):.3g}"
                     for name in names
+                    if runs[0][name]
                 )
                 for names in COLUMNS.values()
             )

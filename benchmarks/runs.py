@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from runspec.core.process import EXIT_FINAL
+
 SPEC = "specs/target_short.yaml"
 ROOT = Path(__file__).resolve().parent.parent
 LOOK_S = 2.0
@@ -43,7 +45,7 @@ def apply_command(
 def measure(
     name: str, overrides: dict[str, Any], runs_dir: Path | None = None, spec: str = SPEC
 ) -> MeasuredRun:
-    """Applies the laptop profile of a spec and waits for its end.
+    """Applies the laptop profile of a spec and waits for its end, or until it stalls.
 
     Raises:
         subprocess.CalledProcessError: the run failed; its output has been shown.
@@ -54,7 +56,7 @@ def measure(
         print("+", *command, file=sys.stderr, flush=True)
         with subprocess.Popen(command, stdout=sys.stderr) as process:
             cpu_s = _cpu_seconds(process)
-        if process.returncode:
+        if process.returncode not in (0, EXIT_FINAL):
             raise subprocess.CalledProcessError(process.returncode, command)
         run_dir = folder / name
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()

@@ -36,7 +36,7 @@ from verify.client import SubmissionRefused
 from verify.formats.batch import FILE_NAME
 from verify.formats.submission import Rollout
 
-STEPS = int(os.environ.get("FAIR_STEPS", "80"))
+STEPS = int(os.environ.get("FAIR_STEPS", "20"))
 PLOT = Path(__file__).resolve().parents[2] / "docs" / "fair-lengths.svg"
 GREY = "#7d8590"
 LONG = 22.0
@@ -94,7 +94,8 @@ def run() -> dict[str, dict[str, object]]:
         drawn += [(f"{title}, sampled", [*leased.values()]), (f"{title}, trained", kept)]
     curves = [Curve(name, _shares(lengths), averaged=False) for name, lengths in drawn]
     caption = "Share of groups up to a mean length"
-    PLOT.write_text(draw(Figure(caption, "", curves)).replace("currentColor", GREY), "utf-8")
+    drawn = draw(Figure(caption, "", curves, x="mean output tokens of a group"))
+    PLOT.write_text(drawn.replace("currentColor", GREY), encoding="utf-8")
     assert float(str(found["honest"]["p"])) > 0.05, found
     return found
 
