@@ -12,12 +12,12 @@ CPU_TORCH := torch==2.13.0+cpu
 # Spec and profile of the quickstart; `make quickstart SPEC=specs/target_long.yaml` works too.
 SPEC ?= specs/target_short.yaml
 PROFILE ?= laptop
-# Specs of runs that sample: the placements say where their pools are.
-SAMPLING := $(filter-out specs/metagene.yaml specs/opendiloco.yaml,$(wildcard specs/*.yaml))
+# Specs that the placements fit, which say where their pools are.
+SAMPLING := $(filter-out specs/metagene.yaml specs/opendiloco.yaml specs/smollm2.yaml,$(wildcard specs/*.yaml))
 # One process more than cores, for tests also wait. tests/cost.py says which tests go together.
 WORKERS := -n $(shell expr $$(nproc) + 1) --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install aot shardcast smollm2 trackio docs eval-inspect eval-lm-eval eval-verifiers wheel quickstart lint test test-fast nightly campaigns bench accelerator clean
+.PHONY: help install aot shardcast smollm2 trackio docs eval-inspect eval-lm-eval eval-verifiers wheel quickstart lint test test-fast nightly campaigns bench evidence accelerator clean
 
 help:  ## what there is to call
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -135,6 +135,10 @@ campaigns: install  ## statistics, long fuzz lanes, planted faults: hours
 
 bench: install  ## benchmarks, each prints JSON
 	$(BIN)/python -m benchmarks
+
+# Minutes to an hour on two cores; `python -m benchmarks.evidence` lists the rows.
+evidence: install  ## a run of docs/evidence.md: `make evidence ROW=paper SEED=42`
+	$(BIN)/python -m benchmarks.evidence run $(ROW) --seed $(or $(SEED),42)
 
 # Installs nothing: a GPU machine has its packages already (docs/performance.md).
 accelerator:  ## what only a GPU can show, in eight minutes, as one table; tiny shapes on a CPU

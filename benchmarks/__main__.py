@@ -1,8 +1,8 @@
 """Runs benchmarks by name: `python -m benchmarks [NAME ...]`. Each prints JSON.
 
 Without a name all run that take minutes on a laptop. The peers', the compilations for large
-slices, the export, which takes 24 GB of disk, the kills of processes, and the forged proofs, the
-attacks and the islands' learning, which take half an hour each, run when they are named.
+slices, the export, which takes 24 GB of disk, and the forged proofs and the attacks, which take
+half an hour each, run when they are named; `benchmarks.evidence` is by itself.
 `make accelerator` is for GPUs.
 """
 
@@ -16,18 +16,17 @@ from pathlib import Path
 NAMES = sorted(
     p.stem
     for p in Path(__file__).parent.glob("[a-z]*.py")
-    if p.stem not in ("checkouts", "pictures", "runs", "smollm2")
+    if p.stem not in ("checkouts", "evidence", "pictures", "runs", "smollm2")
 )
 NAMED_ONLY = (
     "attack_detection",
     "bridge_export",
     "estimate_accuracy",
-    "islands_learning",
     "learner_peers",
     "ray_backend",
-    "recovery",
     "toploc_null",
     "weak_scaling",
+    "whole_loop",
 )
 
 

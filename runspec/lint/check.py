@@ -250,6 +250,8 @@ def _codes(texts: Iterable[str], option: str) -> set[str]:
 
 MALFORMED, REASON = "malformed-suppression", "suppression-reason"
 UNKNOWN, UNUSED = "unknown-rule", "unused-suppression"
+OF_MACHINES = {"model-path"}
+"""Codes of rules that find on one machine what they do not find on another."""
 FORM = 'runspec: ignore[CODE] reason="..."'
 _FORM = r'#[ \t]*runspec:[ \t]*ignore\[([^\[\]]*)\](?:[ \t]+reason="([^"]*)")?[ \t]*'
 _CODE = r"[^\s,]+"
@@ -320,7 +322,8 @@ def unused(
     """Return a finding for each suppression with a code that removes nothing."""
     findings = []
     for suppression in suppressions:
-        idle = [code for code in suppression.codes if (suppression, code) not in used]
+        needed = OF_MACHINES | {code for by, code in used if by == suppression}
+        idle = [code for code in suppression.codes if code not in needed]
         if idle:
             place = suppression.comment.place
             message = f"nothing of {', '.join(idle)} is found here"

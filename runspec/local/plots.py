@@ -56,6 +56,8 @@ class Figure:
     levels: Sequence[float] = ()
     """Horizontal dashed lines, the i-th in the colour of the i-th curve."""
     log: bool = False
+    x: str = "step"
+    """What the x axis counts."""
 
 
 def draw(figure: Figure) -> str:
@@ -90,7 +92,7 @@ def draw(figure: Figure) -> str:
             axes.spines[side].set_alpha(0.4)
         axes.tick_params(colors=_INK, labelsize=8)
         axes.grid(True, color=_INK, alpha=0.12, linewidth=0.6)
-        axes.set_xlabel("step", color=_INK, fontsize=8)
+        axes.set_xlabel(figure.x, color=_INK, fontsize=8)
         if any(curve.label and curve.points for curve in figure.curves):
             axes.legend(frameon=False, fontsize=8, labelcolor=_INK)
         text = io.StringIO()

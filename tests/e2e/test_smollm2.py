@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jax
 import numpy as np
 import pytest
@@ -29,9 +32,10 @@ from runspec.core.models import ModelConfig
 from runspec.core.models.family import load_config
 from runspec.core.tokenizer_files import TokenizerFiles
 from sampler.engine.requests import SampleRequest
-from tests.harness import ROOT, runspec
+from tests.harness import ROOT, LiveRun, free_port, runspec
 from tests.learner_jax.test_families import relative
 from tests.sampler.engine.models import cpu_pool, running_engine, sample
+from tests.waiting import HANG_S, eventually, one_ended
 from verify.noise import noise_key
 
 pytestmark = pytest.mark.nightly
@@ -148,6 +152,92 @@ def test_a_spec_that_names_its_folder_is_clean(model, tmp_path):
     assert made.returncode == 0, made.stderr
     linted = runspec("lint", tmp_path / "run" / "spec.yaml")
     assert (linted.returncode, "0 errors, 0 warnings" in linted.stderr) == (0, True), linted
+
+
+# -- A run ----------------------------------------------------------------------------------------
+
+STEPS = 10
+SHORT = {
+    "name": "short",
+    "steps": STEPS,
+    "algorithm.prompts_per_step": 2,
+    "algorithm.group_size": 4,
+    # Of so few rollouts most groups have one reward.
+    "algorithm.advantage.normalize": "none",
+    "algorithm.filters.zero_variance": "false",
+    "samplers.volunteers.groups_per_submission": 1,
+    "samplers.volunteers.max_new_tokens": 24,
+    "evaluations": "[{name: held-out, source: sums-held-out, every: 10, problems: 8, samples: 1}]",
+}
+
+
+class ShortRun(LiveRun):
+    """A run of the shipped spec with short steps."""
+
+    @property
+    def words(self) -> list[str]:
+        sets = [word for path, value in SHORT.items() for word in ("--set", f"{path}={value}")]
+        where = ["--profile", "laptop", "--runs-dir", str(self.runs_dir)]
+        return [str(ROOT / "specs" / "smollm2.yaml"), *where, *sets, "--set", self.compile_cache]
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, runs_dir: Path) -> LiveRun:
+    with ShortRun(runs_dir, "short") as run:
+        run.finish()
+    return run
+
+
+def answers(url: str) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(url, timeout=600).status_code == 200
+    return False
+
+
+def test_it_trains_on_verified_rollouts_and_an_audit_finds_nothing(finished):
+    rows = finished.metrics()
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert all(row["complete"] and row["trained_rollouts"] == 8 for row in rows)
+    assert any(row["task_reward"] > 0 and row["grad_norm"] > 0 for row in rows)
+    assert sum(row["rejected_rollouts"] for row in rows) == 0
+    audit = [sys.executable, "-m", "verify", "audit", str(finished.dir)]
+    done = subprocess.run(audit, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_it_trained_is_evaluated_served_and_talked_to(finished, tmp_path):
+    # given rows of a person
+    rows = tmp_path / "rows.jsonl"
+    held_out = (ROOT / "specs" / "problems" / "sums-held-out.jsonl").read_text().splitlines()
+    rows.write_text("\n".join(held_out[:4]) + "\n")
+    evaluated = runspec("evaluate", finished.dir, "--data", rows, "--samples", "2")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert "4 problems" in evaluated.stdout and evaluated.stdout.count("  output ") == 2
+    # when it is served, then it answers as OpenAI's API does
+    port = free_port()
+    words = [sys.executable, "-m", "runspec", "serve", str(finished.dir), "--port", str(port)]
+    with (tmp_path / "serve.log").open("wb") as log:
+        server = subprocess.Popen(words, stdout=log, stderr=log)
+    try:
+        url = f"http://127.0.0.1:{port}/v1"
+        eventually(
+            lambda: answers(f"{url}/models"),
+            "the server",
+            hopeless=lambda: one_ended([server]),
+            context=(tmp_path / "serve.log").read_text,
+        )
+        name = httpx.get(f"{url}/models", timeout=600).json()["data"][0]["id"]
+        asked = [{"role": "user", "content": ASKED[1]}]
+        body = {"model": name, "messages": asked, "temperature": 0, "max_tokens": 16}
+        answer = httpx.post(f"{url}/chat/completions", json=body, timeout=600)
+        assert "Paris" in answer.json()["choices"][0]["message"]["content"]
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(HANG_S)
+    # and somebody talks to it
+    talk = [sys.executable, "-m", "runspec", "chat", str(finished.dir), "--max-tokens", "16"]
+    told = subprocess.run(talk, input=f"{ASKED[1]}\n", capture_output=True, text=True)
+    assert told.returncode == 0 and "tokens)" in told.stdout, told.stderr
 
 
 # -- What cannot be converted ----------------------------------------------------------------------

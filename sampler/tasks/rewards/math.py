@@ -11,6 +11,7 @@ import re
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import replace
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -51,6 +52,7 @@ _CHOICE = re.compile(
     re.S | re.I,
 )
 _OPTION = re.compile(r"\s*(?:option|choice)\s+\(?([A-J])\b\)?[.:,]?\s*(.*)", re.S | re.I)
+_NUMBER, _GROUPING = re.compile(r"\d+(?:\.\d+)?"), re.compile(r"(?<=\d),(?=\d{3})")
 _ANOTHER = re.compile(r"\(?\b[A-J]\b\)?|\b(?:or|and|not)\b|^[-+*/^=,!]")
 
 
@@ -83,10 +85,40 @@ class MathReward(TaskTerm):
             for candidate in read:
                 try:
                     if same(candidate, truth):
-                        return Score(1.0)
+                        if not undone(candidate, truth, problem.prompt):
+                            return Score(1.0)
+                        reasons.append(", a calculation of the problem that is left undone")
                 except Unreadable as error:
                     reasons.append(f", {error}")
         return Score(0.0, f"answered {read[0][:80]!r}{(reasons or [''])[0]}")
+
+
+def undone(answer: str, truth: str, asked: str) -> bool:
+    """Whether a number was asked for, and the answer is a sum or a product of numbers of the
+    problem, as 8 + 30 for 38: a policy that repeats the problem would be right always.
+
+    Args:
+        answer, truth: of one value.
+        asked: the problem.
+    """
+    try:
+        found, wanted = _read(answer), _read(truth)
+    except Unreadable:
+        return False
+    if _plain(wanted) is None:
+        return False
+    if found.kind == "relation":
+        found = found.parts[-1]
+    if found.kind not in ("+", "*"):
+        return False
+    given = {Fraction(number) for number in _NUMBER.findall(_GROUPING.sub("", asked))}
+    return sum(number in given for number in map(_plain, found.parts)) > 1
+
+
+def _plain(node: Node) -> Fraction | None:
+    """The absolute value of a number, None of all else."""
+    node = node.parts[0] if node.kind == "neg" else node
+    return abs(node.value) if node.kind == "number" else None
 
 
 def truths_of(verification: Mapping[str, Any]) -> list[str]:

@@ -156,6 +156,13 @@ def test_of_several_codes_those_of_no_use_are_named_and_taken_out(tmp_path):
     assert finding.fix is not None and finding.fix.text == "ambiguous-scalar"
 
 
+def test_where_a_model_lies_already_its_suppression_is_for_other_machines(tmp_path):
+    path = small_spec(tmp_path, f"model: {{hf: ./model}} # runspec: ignore[model-path] {WHY}")
+    assert codes(load(path)) == []
+    (tmp_path / "model").rmdir()
+    assert codes(load(path)) == []
+
+
 def test_in_a_lower_layer_a_suppression_may_serve_another_spec(tmp_path):
     # given a suppression that the spec alone needs
     path = small_spec(tmp_path, f"name: no {IGNORE}")

@@ -55,8 +55,8 @@ SENTENCES = (
 )  # fmt: skip
 
 
-def grade(truth: Any, answer: str) -> float:
-    score = REWARD.score(Problem("p", "math", "", {"ground_truth": truth}), answer)
+def grade(truth: Any, answer: str, asked: str = "") -> float:
+    score = REWARD.score(Problem("p", "math", asked, {"ground_truth": truth}), answer)
     assert score.value == 1 or score.reason
     return score.value
 
@@ -96,6 +96,32 @@ def test_a_rewritten_value_keeps_its_grade_and_a_changed_one_loses_it(seed: int)
 def test_any_text_is_graded_without_a_fault_and_equals_itself(text: str) -> None:
     assert grade("18", rf"\boxed{{{text}}}") in (0.0, 1.0)
     assert grade("18", text) in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "truth", "answers"),
+    [
+        ("What is 8 + 30?", 38, ["8 + 30", "To find 8 + 30, add them.", "x = 30 + 8", "8+30+0"]),
+        ("What is 8 + 30?", "38", ["8 + 30 is 28.", "8 + 30 = 8 + 30"]),
+        ("What is 1,200 - 5?", 1195, ["1200 - 5", r"\boxed{1,200-5}"]),
+        (
+            "Each of 4 workers has 6 tools. How many have they?",
+            24,
+            ["4·6", "They have 4 * 6 tools"],
+        ),
+    ],
+)
+def test_whoever_repeats_the_problem_has_not_solved_it(
+    asked: str, truth: Any, answers: list[str]
+) -> None:
+    assert [grade(truth, answer, asked) for answer in answers] == [0] * len(answers)
+    assert grade(truth, f"So it is {truth}.", asked) == 1
+
+
+def test_a_sum_is_an_answer_where_one_is_asked_for() -> None:
+    assert grade(r"3 + \sqrt{2}", r"\sqrt{2} + 3", r"Expand 3 + \sqrt{2}") == 1
+    assert grade("x + 1", "1 + x", "Simplify x + 1") == 1
+    assert grade(300000000, r"3 \times 10^8", "How fast is 3e8 m/s?") == 1
 
 
 def test_the_key_answer_is_read_too() -> None:
