@@ -26,7 +26,6 @@ NAMED_ONLY = (
     "ray_backend",
     "toploc_null",
     "weak_scaling",
-    "whole_loop",
 )
 
 

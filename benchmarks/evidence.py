@@ -196,8 +196,9 @@ def git(*words: str) -> str:
 
 def figures(row: str, seed: int, runs_dir: Path | None = None) -> Figures:
     """Runs a row, minutes to an hour on two cores."""
-    changes = {**ROWS[row].changes, "seed": seed}
-    return Figures.of(row, seed, measure(f"{row}-{seed}", changes, runs_dir, ROWS[row].spec))
+    changes, spec = {**ROWS[row].changes, "seed": seed}, ROWS[row].spec
+    run = measure(f"{row}-{seed}", changes, runs_dir, spec, may_stall=True)
+    return Figures.of(row, seed, run)
 
 
 def recorded(*names: str) -> list[dict[str, str]]:
@@ -269,9 +270,13 @@ def _curves_of_run(run_dir: Path) -> Iterator[Curve]:
         yield Curve(f"evaluation {name}", points, averaged=False, band=band)
 
 
-def write_drawing(path: Path, curves: Iterator[Curve]) -> None:
-    drawn = draw(Figure("Task reward", "", list(curves), bottom=0.0))
-    path.write_text(drawn.replace("currentColor", GREY), encoding="utf-8")
+def _task_reward(curves: Iterator[Curve]) -> Figure:
+    return Figure("Task reward", "", list(curves), bottom=0.0)
+
+
+def write_drawing(path: Path, figure: Figure) -> None:
+    """Writes an SVG that a page shows, light or dark."""
+    path.write_text(draw(figure).replace("currentColor", GREY), encoding="utf-8")
 
 
 def main() -> int:
@@ -300,9 +305,9 @@ def main() -> int:
     elif given.command == "table":
         print(*table(given.kind), sep="\n")
     elif given.command == "draw":
-        write_drawing(given.file, _curves(given.rows))
+        write_drawing(given.file, _task_reward(_curves(given.rows)))
     elif given.command == "draw-run":
-        write_drawing(given.file, _curves_of_run(given.run_dir))
+        write_drawing(given.file, _task_reward(_curves_of_run(given.run_dir)))
     else:
         for row in ROWS:
             print(row, *(run["seed"] for run in recorded(row)))

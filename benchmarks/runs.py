@@ -43,9 +43,18 @@ def apply_command(
 
 
 def measure(
-    name: str, overrides: dict[str, Any], runs_dir: Path | None = None, spec: str = SPEC
+    name: str,
+    overrides: dict[str, Any],
+    runs_dir: Path | None = None,
+    spec: str = SPEC,
+    *,
+    may_stall: bool = False,
 ) -> MeasuredRun:
-    """Applies the laptop profile of a spec and waits for its end, or until it stalls.
+    """Applies the laptop profile of a spec and waits for its end.
+
+    Args:
+        name, overrides, runs_dir, spec: as of `apply_command`; without a folder a temporary one.
+        may_stall: whether a run that cannot go on is measured up to there.
 
     Raises:
         subprocess.CalledProcessError: the run failed; its output has been shown.
@@ -56,7 +65,7 @@ def measure(
         print("+", *command, file=sys.stderr, flush=True)
         with subprocess.Popen(command, stdout=sys.stderr) as process:
             cpu_s = _cpu_seconds(process)
-        if process.returncode not in (0, EXIT_FINAL):
+        if process.returncode != 0 and not (may_stall and process.returncode == EXIT_FINAL):
             raise subprocess.CalledProcessError(process.returncode, command)
         run_dir = folder / name
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()

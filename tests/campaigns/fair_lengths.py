@@ -24,10 +24,11 @@ from typing import Any
 
 from scipy.stats import ks_2samp
 
+from benchmarks.evidence import write_drawing
 from benchmarks.runs import apply_command
 from runspec.core.process import Endpoints, Role, load_endpoints, run_role, stop_event
 from runspec.core.schema.load import load_resolved
-from runspec.local.plots import Curve, Figure, draw
+from runspec.local.plots import Curve, Figure
 from sampler.worker import work
 from sampler.worker.worker import Worker
 from tests.role_folder import write_folder
@@ -38,7 +39,6 @@ from verify.formats.submission import Rollout
 
 STEPS = int(os.environ.get("FAIR_STEPS", "20"))
 PLOT = Path(__file__).resolve().parents[2] / "docs" / "fair-lengths.svg"
-GREY = "#7d8590"
 LONG = 22.0
 """Tokens; half of the target lengths are above it."""
 WORKERS = {"quick": (0.0, None), "slow": (3.0, None), "withholding": (1.0, LONG)}
@@ -94,8 +94,7 @@ def run() -> dict[str, dict[str, object]]:
         drawn += [(f"{title}, sampled", [*leased.values()]), (f"{title}, trained", kept)]
     curves = [Curve(name, _shares(lengths), averaged=False) for name, lengths in drawn]
     caption = "Share of groups up to a mean length"
-    drawn = draw(Figure(caption, "", curves, x="mean output tokens of a group"))
-    PLOT.write_text(drawn.replace("currentColor", GREY), encoding="utf-8")
+    write_drawing(PLOT, Figure(caption, "", curves, x="mean output tokens of a group"))
     assert float(str(found["honest"]["p"])) > 0.05, found
     return found
 

@@ -52,7 +52,7 @@ _CHOICE = re.compile(
     re.S | re.I,
 )
 _OPTION = re.compile(r"\s*(?:option|choice)\s+\(?([A-J])\b\)?[.:,]?\s*(.*)", re.S | re.I)
-_NUMBER, _GROUPING = re.compile(r"\d+(?:\.\d+)?"), re.compile(r"(?<=\d),(?=\d{3})")
+_NUMBER, _GROUPING = re.compile(r"\d{1,99}(?:\.\d{1,99})?"), re.compile(r"(?<=\d),(?=\d{3})")
 _ANOTHER = re.compile(r"\(?\b[A-J]\b\)?|\b(?:or|and|not)\b|^[-+*/^=,!]")
 
 
