@@ -42,13 +42,16 @@ GREY = "#7d8590"
 """Colour of a drawing's text, which reads well on light and on dark pages."""
 PAPER: dict[str, Any] = {
     "algorithm.advantage.normalize": "std",
-    "algorithm.filters.zero_variance": "true",
+    "algorithm.filters": "{zero_variance: true, rewards: whole}",
     "algorithm.loss_normalizer": "sequence",
     "algorithm.old_logprobs": "recompute",
     "algorithm.updates_per_step": 8,
+    "optimizer.lr": "5e-5",
 }
 """What specs/intellect2.yaml has and the laptop profile changes. Clip and lag are the paper's in
-both, rates and sizes the laptop's."""
+both, sizes the laptop's; the rate is a tenth of the laptop's, for a step has eight updates."""
+HOT = {**PAPER, "optimizer.lr": "5e-4"}
+"""The laptop's rate in each of the eight updates: what a user gets who changes but the switches."""
 STEPS, ISLAND_STEPS = 200, 250
 ONE_CORE: dict[str, Any] = {
     "learner.hardware.count": 1,
@@ -66,33 +69,36 @@ class Row:
     spec: str = SPEC
 
 
-def paper(**changes: Any) -> Row:
-    """A row of the paper's settings with changes of `algorithm`; `__` stands for a dot."""
+def row(base: dict[str, Any], **changes: Any) -> Row:
+    """A row of settings with changes of `algorithm`; `__` stands for a dot."""
     own = {f"algorithm.{name.replace('__', '.')}": value for name, value in changes.items()}
-    return Row({"steps": STEPS, **PAPER, **own})
+    of_paper = base["optimizer.lr"] == PAPER["optimizer.lr"]
+    return Row({"steps": STEPS, **base, **own}, "switches" if of_paper else "remedies")
 
 
 ROWS = {
     "laptop": Row({"steps": STEPS}),
-    "paper": paper(),
-    "advantage-task": paper(advantage__normalize="task"),
-    "advantage-none": paper(advantage__normalize="none"),
+    "paper": row(PAPER),
+    "advantage-task": row(PAPER, advantage__normalize="task"),
+    "advantage-none": row(PAPER, advantage__normalize="none"),
     # `lint` refuses std without the filter: to be compared with advantage-task.
-    "no-filter": paper(advantage__normalize="task", filters__zero_variance="false"),
-    "loss-token": paper(loss_normalizer="token"),
-    "sampler-logprobs": paper(old_logprobs="sampler"),
-    "updates-1": paper(updates_per_step=1),
-    "updates-4": paper(updates_per_step=4),
-    "one-sided-clip": paper(clip__delta="null"),
-    "lag-0": paper(async_level=0),
-    "lag-1": paper(async_level=1),
-    "lag-4": Row({**paper(async_level=4).changes, "broadcast.keep_versions": 6}),
-    # Remedies, should `recompute` fail.
-    "capped-ratio": paper(importance__cap=2.0),
-    "rate-third": Row({**paper().changes, "optimizer.lr": "1.7e-4"}),
-    "rate-tenth": Row({**paper().changes, "optimizer.lr": "5e-5"}),
-    "larger-batch": Row({**paper(prompts_per_step=64).changes, "steps": STEPS // 4}),
-    "tight-clip": paper(clip__eps_low=0.1, clip__eps_high=0.1),
+    "no-filter": row(PAPER, advantage__normalize="task", filters__zero_variance="false"),
+    "loss-token": row(PAPER, loss_normalizer="token"),
+    "sampler-logprobs": row(PAPER, old_logprobs="sampler"),
+    "updates-1": row(PAPER, updates_per_step=1),
+    "updates-4": row(PAPER, updates_per_step=4),
+    "one-sided-clip": row(PAPER, clip__delta="null"),
+    "lag-0": row(PAPER, async_level=0),
+    "lag-1": row(PAPER, async_level=1),
+    "lag-4": row(PAPER | {"broadcast.keep_versions": 6}, async_level=4),
+    "hot": row(HOT),
+    "hot-no-filter": row(HOT, advantage__normalize="task", filters__zero_variance="false"),
+    "hot-one-sided": row(HOT, clip__delta="null"),
+    "hot-capped": row(HOT, importance__cap=2.0),
+    "hot-third": row(HOT | {"optimizer.lr": "1.7e-4"}),
+    "hot-one-update": row(HOT, updates_per_step=1),
+    "hot-larger-batch": row(HOT | {"steps": STEPS // 4}, prompts_per_step=64),
+    "hot-tight-clip": row(HOT, clip__eps_low=0.1, clip__eps_high=0.1),
     "target-short": Row({"steps": STEPS}, table="targets"),
     "target-long": Row(
         {

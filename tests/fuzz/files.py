@@ -247,7 +247,7 @@ def _graded(given: tuple[bytes, list[int], bool, bool]) -> Any:
         lease=LEASE,
         group_size=2,
         dropped=dropped,
-        zero_variance_filter=filtered,
+        filter_by="task" if filtered else None,
     )
 
 

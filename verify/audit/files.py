@@ -208,7 +208,7 @@ class FileAudit:
                 lease=lease,
                 group_size=self._policy.group_size,
                 dropped=dropped,
-                zero_variance_filter=self._policy.zero_variance_filter,
+                filter_by=self._policy.filter_by,
             )
         except (MalformedTable, verdicts.VerdictMismatch) as error:
             self._report.add(row, "verdict file", error, "a row for each rollout of the lease")

@@ -236,7 +236,9 @@ class Filters(fields.Block):
     """Which groups are not trained on."""
 
     zero_variance: bool = True
-    """Groups whose re-graded task rewards are all equal."""
+    """Groups whose re-graded rewards are all equal."""
+    rewards: Literal["task", "whole"] = "task"
+    """Which are compared: `whole` with the length term, which almost always differs."""
 
 
 class Fill(fields.Block):

@@ -254,7 +254,7 @@ def kl_unused(context: Context) -> Found:
     )
 
 
-@rule("algorithm", runs="grpo")
+@rule("algorithm", "warning", runs="grpo")
 def std_without_filter(context: Context) -> Found:
     """Advantages divided by the group's std need the zero-variance filter.
 
@@ -262,23 +262,16 @@ def std_without_filter(context: Context) -> Found:
 
     In a group whose task rewards T are all equal, what varies is the length term P alone; however
     small it is, the division makes unit advantages of it, so noise in length trains as hard as a
-    right answer does. The filter drops such groups by their re-graded task rewards. (The reference
-    system filtered by advantages of exactly zero, which almost never fires beside a length term.)
-    Without a length term the advantages are 0 and the groups only cost: a warning then.
+    right answer does. `rewards: task` drops such groups. `rewards: whole` keeps them, as the
+    reference system did, and drops those without any advantage, which only cost. docs/evidence.md
+    has what each learns.
     """
     algorithm = context.spec.grpo
-    has_length = any(term.kind == "target_length" for term in context.spec.reward)
-    trained = (
-        "groups that differ in length alone get unit advantages from it"
-        if has_length
-        else "groups without any advantage are trained on"
-    )
     return relation(
         algorithm.advantage.normalize != "std" or algorithm.filters.zero_variance,
         "algorithm.filters.zero_variance",
-        f"false with normalize: std: {trained}",
+        "false with normalize: std: groups without any advantage are trained on",
         "zero_variance: true, or advantage: {normalize: task}",
-        severity="error" if has_length else "warning",
     )
 
 

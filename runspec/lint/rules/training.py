@@ -270,7 +270,7 @@ def task_reward(context: Context) -> Found:
     """Some term of the reward must grade the task itself.
 
     A length term alone rewards any text of the right length. Nothing then tells a right answer
-    from a wrong one, and the zero-variance filter, which looks at task rewards, drops every group.
+    from a wrong one, and a filter that compares task rewards drops every group.
     """
     return relation(
         any(term.kind != "target_length" for term in context.spec.reward),

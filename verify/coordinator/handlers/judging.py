@@ -252,7 +252,7 @@ class Judging:
                     lease=record.lease,
                     group_size=state.policy.group_size,
                     dropped=envelope.dropped_groups,
-                    zero_variance_filter=state.policy.zero_variance_filter,
+                    filter_by=state.policy.filter_by,
                 )
                 excess = verdicts.excess_of(rows, noise)
             self._seen.forget(state.oldest_remembered)

@@ -168,7 +168,7 @@ class GroupGrade:
 
     group: int
     outcome: Literal["usable", "filtered", "dropped"]
-    """`filtered`: all task rewards are equal; `dropped`: the grader failed."""
+    """`filtered`: all rewards are equal; `dropped`: the grader failed."""
     rollouts: int
     tokens: int
     """Output tokens of all rollouts."""

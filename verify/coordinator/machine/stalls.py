@@ -173,7 +173,7 @@ def _losses(state: State, tally: Tally) -> list[tuple[int, str, str]]:
 
 
 def _zero_variance(filtered: Sequence[GroupGrade]) -> tuple[str, str]:
-    """Return text and remedy of the groups whose task rewards are all equal."""
+    """Return text and remedy of the groups whose rewards are all equal."""
     rewards = [grade.task_reward for grade in filtered] or [0.0]
     if filtered and all(grade.answered == 0 for grade in filtered):
         text = (
@@ -188,7 +188,7 @@ def _zero_variance(filtered: Sequence[GroupGrade]) -> tuple[str, str]:
     else:
         solves, change = "solves each of these problems always or never", _BETWEEN
     text = (
-        f"{len(filtered)} groups filtered: all task rewards of a group are equal; the model "
+        f"{len(filtered)} groups filtered: all rewards of a group are equal; the model "
         f"{solves} (mean task reward {sum(rewards) / len(rewards):.3g})"
     )
     return text, f"{_SOLVE_RATES}{change}{_NO_FILTER}"

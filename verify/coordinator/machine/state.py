@@ -27,6 +27,9 @@ from verify.formats.batch import rows_per_step
 from verify.formats.lease import Lease
 from verify.thresholds import GapNoise
 
+FilterBy = Literal["task", "whole"] | None
+"""Rewards that filter a group of which all are equal: of the task, or with the length term."""
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -50,7 +53,7 @@ class Policy:
     groups: int = 0
     """Groups a step asks for (`prompts_per_step`); 0 without workers, as what follows."""
     group_size: int = 0
-    zero_variance_filter: bool = False
+    filter_by: FilterBy = None
     max_groups: int = 0
     """Largest number of a step's groups that known workers are leased."""
     min_groups: int = 0
@@ -87,7 +90,7 @@ class Policy:
             deadline_s=fill.deadline,
             groups=groups,
             group_size=algorithm.group_size,
-            zero_variance_filter=algorithm.filters.zero_variance,
+            filter_by=algorithm.filters.rewards if algorithm.filters.zero_variance else None,
             max_groups=int(fill.max_groups * groups),
             min_groups=max(1, math.ceil(fill.min_share * groups - 1e-9)),
             groups_per_submission={p.name: p.groups_per_submission for p in spec.samplers},

@@ -32,7 +32,7 @@ import numpy as np
 
 from verify.coordinator.machine import events
 from verify.coordinator.machine.events import GroupGrade
-from verify.coordinator.machine.state import Tally, Worker
+from verify.coordinator.machine.state import FilterBy, Tally, Worker
 from verify.coordinator.machine.trust import WORKERS_GAPS
 from verify.formats.lease import Lease
 from verify.formats.verdict import RolloutVerdict
@@ -66,7 +66,7 @@ def grade_groups(
     lease: Lease,
     group_size: int,
     dropped: Collection[int],
-    zero_variance_filter: bool,
+    filter_by: FilterBy,
 ) -> tuple[GroupGrade, ...]:
     """Return the grade of each group of an accepted submission, in order.
 
@@ -76,7 +76,7 @@ def grade_groups(
         lease: gives the number of groups.
         group_size: rollouts a group.
         dropped: groups lost to a fault of the grader.
-        zero_variance_filter: whether groups with all task rewards equal are filtered.
+        filter_by: the rewards that are compared; None filters nothing.
 
     Raises:
         VerdictMismatch: rows are missing, doubled, or belong to another submission.
@@ -102,15 +102,16 @@ def grade_groups(
     if not set(dropped) <= set(by_group):
         raise VerdictMismatch("dropped_groups names a group that does not exist")
     return tuple(
-        _grade(group, by_group[group], group in dropped, zero_variance_filter)
+        _grade(group, by_group[group], group in dropped, filter_by)
         for group in range(lease.groups)
     )
 
 
 def _grade(
-    group: int, rows: list[RolloutVerdict], dropped: bool, zero_variance_filter: bool
+    group: int, rows: list[RolloutVerdict], dropped: bool, filter_by: FilterBy
 ) -> GroupGrade:
-    filtered = zero_variance_filter and len({row.task_reward for row in rows}) == 1
+    compared = {row.task_reward if filter_by == "task" else row.reward for row in rows}
+    filtered = filter_by is not None and len(compared) == 1
     return GroupGrade(
         group=group,
         outcome="dropped" if dropped else "filtered" if filtered else "usable",

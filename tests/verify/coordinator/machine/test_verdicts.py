@@ -44,14 +44,14 @@ def row(number: int, task: float, length: int = 10, *, target: int | None = 8) -
 ROWS = [row(0, 1.0), row(1, 0.0, 4), row(2, 1.0, 6, target=16), row(3, 1.0, 16, target=16)]
 
 
-def grade(rows, *, dropped=(), filter=True):
+def grade(rows, *, dropped=(), filter_by="task"):
     return grade_groups(
         rows,
         submission=SUBMISSION,
         lease=LEASE,
         group_size=2,
         dropped=dropped,
-        zero_variance_filter=filter,
+        filter_by=filter_by,
     )
 
 
@@ -63,28 +63,29 @@ def test_groups_are_graded_by_the_validators_numbers():
     assert (first.length_error, second.length_error) == (3.0, 5.0)
     assert second.logprob_diff == 0.3125
     # without the filter equal rewards train, and a faulty grader drops a group
-    assert [g.outcome for g in grade(ROWS, dropped=[0], filter=False)] == ["dropped", "usable"]
+    assert [g.outcome for g in grade(ROWS, dropped=[0], filter_by=None)] == ["dropped", "usable"]
     # and what was not recomputed, or has no target, has no mean
     bare = [replace(each, logprob_diff=None, target=None) for each in ROWS]
     assert [(g.logprob_diff, g.length_error) for g in grade(bare)] == [(None, None)] * 2
 
 
 @pytest.mark.parametrize(
-    ("task_rewards", "penalties", "expected"),
+    ("task_rewards", "penalties", "by_task", "by_whole"),
     [
-        ([1.0, 1.0], [-0.1, -0.2], "filtered"),  # only lengths differ
-        ([0.0, 0.0], [-0.1, -0.2], "filtered"),
-        ([1.0, 0.0], [-0.1, -0.1], "usable"),
-        ([1.0, 0.5], [-1.0, -0.5], "usable"),  # rewards equal, task rewards not
+        ([1.0, 1.0], [-0.1, -0.2], "filtered", "usable"),  # only lengths differ
+        ([0.0, 0.0], [-0.1, -0.1], "filtered", "filtered"),
+        ([1.0, 0.0], [-0.1, -0.1], "usable", "usable"),
+        ([1.0, 0.5], [-1.0, -0.5], "usable", "filtered"),  # rewards equal, task rewards not
     ],
 )
-def test_the_filter_asks_whether_task_rewards_differ(task_rewards, penalties, expected: str):
-    """Noise in the length keeps no group alive."""
+def test_the_filter_asks_whether_rewards_differ(task_rewards, penalties, by_task, by_whole):
+    """Length keeps no group alive where the task rewards alone are compared."""
     rows = [
         replace(each, task_reward=task, length_penalty=penalty, reward=task + penalty)
         for each, task, penalty in zip(ROWS, task_rewards * 2, penalties * 2, strict=True)
     ]
-    assert [group.outcome for group in grade(rows)] == [expected] * 2
+    assert [group.outcome for group in grade(rows)] == [by_task] * 2
+    assert [group.outcome for group in grade(rows, filter_by="whole")] == [by_whole] * 2
 
 
 @pytest.mark.parametrize(
