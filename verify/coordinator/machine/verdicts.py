@@ -102,8 +102,7 @@ def grade_groups(
     if not set(dropped) <= set(by_group):
         raise VerdictMismatch("dropped_groups names a group that does not exist")
     return tuple(
-        _grade(group, by_group[group], group in dropped, filter_by)
-        for group in range(lease.groups)
+        _grade(group, by_group[group], group in dropped, filter_by) for group in range(lease.groups)
     )
 
 
