@@ -3,11 +3,11 @@
     python -m benchmarks.evidence                            # the rows and the recorded seeds
     python -m benchmarks.evidence run paper --seed 42        # `make evidence ROW=paper SEED=42`
     python -m benchmarks.evidence table switches             # a table of docs/evidence.md
-    python -m benchmarks.evidence draw FILE.svg laptop paper # task rewards of rows
+    python -m benchmarks.evidence draw FILE.svg simple paper # task rewards of rows
     python -m benchmarks.evidence draw-run FILE.svg RUN_DIR  # of a run, with its evaluations
 
-A switch's row is the laptop profile of TARGET-SHORT with the paper's settings (`PAPER`) and the
-row's own changes; all train on equally many rollouts. A run's figures are appended to
+A switch's row is the laptop profile of TARGET-SHORT, which has the paper's switches, with the row's
+own changes; all train on equally many rollouts. A run's figures are appended to
 docs/evidence.csv with seed, commit and machine.
 """
 
@@ -22,6 +22,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -40,20 +41,18 @@ WARM_UP = 10
 """First steps, in which programs compile and engines start: no part of a step's seconds."""
 GREY = "#7d8590"
 """Colour of a drawing's text, which reads well on light and on dark pages."""
-PAPER: dict[str, Any] = {
-    "algorithm.advantage.normalize": "std",
-    "algorithm.filters": "{zero_variance: true, rewards: whole}",
-    "algorithm.loss_normalizer": "sequence",
-    "algorithm.old_logprobs": "recompute",
-    "algorithm.updates_per_step": 8,
-    "optimizer.lr": "5e-5",
+SIMPLE: dict[str, Any] = {
+    "algorithm.advantage.normalize": "none",
+    "algorithm.filters.zero_variance": "false",
+    "algorithm.loss_normalizer": "token",
+    "algorithm.old_logprobs": "sampler",
+    "algorithm.updates_per_step": 1,
+    "optimizer.lr": "5e-4",
 }
-"""What specs/intellect2.yaml has and the laptop profile changes. Clip and lag are the paper's in
-both, sizes the laptop's; the rate is a tenth of the laptop's, for a step has eight updates."""
-HOT = {**PAPER, "optimizer.lr": "5e-4"}
-"""The laptop's rate in each of the eight updates: what a user gets who changes but the switches."""
+"""Without any of the paper's switches but clip and lag."""
 STEPS, ISLAND_STEPS = 200, 250
 ONE_CORE: dict[str, Any] = {
+    **SIMPLE,
     "learner.hardware.count": 1,
     "learner.mesh": "{fsdp: 1}",
     "steps": ISLAND_STEPS,
@@ -69,36 +68,47 @@ class Row:
     spec: str = SPEC
 
 
-def row(base: dict[str, Any], **changes: Any) -> Row:
-    """A row of settings with changes of `algorithm`; `__` stands for a dot."""
+def row(base: dict[str, Any] | None = None, *, of: str = "switches", **changes: Any) -> Row:
+    """A row of the profile and its own changes of `algorithm`, in which `__` stands for a dot.
+
+    Args:
+        base: other changes.
+        of: the table.
+        changes: of `algorithm`.
+    """
     own = {f"algorithm.{name.replace('__', '.')}": value for name, value in changes.items()}
-    of_paper = base["optimizer.lr"] == PAPER["optimizer.lr"]
-    return Row({"steps": STEPS, **base, **own}, "switches" if of_paper else "remedies")
+    return Row({"steps": STEPS, **(base or {}), **own}, of)
 
 
+HOT = {"optimizer.lr": "5e-4"}
+hot = partial(row, HOT, of="remedies")
+"""The rate of one update a step in each of eight, and what may help."""
 ROWS = {
-    "laptop": Row({"steps": STEPS}),
-    "paper": row(PAPER),
-    "advantage-task": row(PAPER, advantage__normalize="task"),
-    "advantage-none": row(PAPER, advantage__normalize="none"),
-    # `lint` refuses std without the filter: to be compared with advantage-task.
-    "no-filter": row(PAPER, advantage__normalize="task", filters__zero_variance="false"),
-    "loss-token": row(PAPER, loss_normalizer="token"),
-    "sampler-logprobs": row(PAPER, old_logprobs="sampler"),
-    "updates-1": row(PAPER, updates_per_step=1),
-    "updates-4": row(PAPER, updates_per_step=4),
-    "one-sided-clip": row(PAPER, clip__delta="null"),
-    "lag-0": row(PAPER, async_level=0),
-    "lag-1": row(PAPER, async_level=1),
-    "lag-4": row(PAPER | {"broadcast.keep_versions": 6}, async_level=4),
-    "hot": row(HOT),
-    "hot-no-filter": row(HOT, advantage__normalize="task", filters__zero_variance="false"),
-    "hot-one-sided": row(HOT, clip__delta="null"),
-    "hot-capped": row(HOT, importance__cap=2.0),
-    "hot-third": row(HOT | {"optimizer.lr": "1.7e-4"}),
-    "hot-one-update": row(HOT, updates_per_step=1),
-    "hot-larger-batch": row(HOT | {"steps": STEPS // 4}, prompts_per_step=64),
-    "hot-tight-clip": row(HOT, clip__eps_low=0.1, clip__eps_high=0.1),
+    "laptop": Row(table="profile"),
+    "paper": row(),
+    "simple": row(SIMPLE),
+    "advantage-task": row(advantage__normalize="task"),
+    "advantage-none": row(advantage__normalize="none"),
+    "filter-task": row(filters__rewards="task"),
+    "no-filter": row(filters__zero_variance="false"),
+    "task-no-filter": row(advantage__normalize="task", filters__zero_variance="false"),
+    "loss-token": row(loss_normalizer="token"),
+    "sampler-logprobs": row(old_logprobs="sampler"),
+    "updates-1": row(updates_per_step=1),
+    "updates-4": row(updates_per_step=4),
+    "one-sided-clip": row(clip__delta="null"),
+    "lag-0": row(async_level=0),
+    "lag-1": row(async_level=1),
+    "lag-4": row({"broadcast.keep_versions": 6}, async_level=4),
+    "hot": hot(),
+    "hot-filter-task": hot(filters__rewards="task"),
+    "hot-task-no-filter": hot(advantage__normalize="task", filters__zero_variance="false"),
+    "hot-one-sided": hot(clip__delta="null"),
+    "hot-capped": hot(importance__cap=2.0),
+    "hot-third": row({"optimizer.lr": "1.7e-4"}, of="remedies"),
+    "hot-one-update": hot(updates_per_step=1),
+    "hot-larger-batch": row(HOT | {"steps": STEPS // 4}, of="remedies", prompts_per_step=64),
+    "hot-tight-clip": hot(clip__eps_low=0.1, clip__eps_high=0.1),
     "target-short": Row({"steps": STEPS}, table="targets"),
     "target-long": Row(
         {

@@ -24,6 +24,10 @@ SMALL: Mapping[str, Any] = {
     "steps": 6,
     "algorithm.prompts_per_step": 4,
     "algorithm.group_size": 4,
+    "algorithm.updates_per_step": 1,
+    "algorithm.advantage.normalize": "none",
+    "algorithm.filters.zero_variance": "false",  # answers of an untrained model earn the same
+    "algorithm.old_logprobs": "sampler",
     "warm_start.stop_answer_probability": 1e-9,
     "checkpoints.every": 2,
     "verify.lease_timeout": "20s",

@@ -185,7 +185,7 @@ def test_a_full_run_on_a_laptop_says_in_one_screen_what_is_missing(tmp_path):
 
 def test_a_finished_run_says_so_and_takes_no_other_spec(finished):
     words = ("apply", *SMALL, "--set", "steps=5", "--runs-dir", finished)
-    done = runspec(*words, "--set", "algorithm.old_logprobs=recompute")
+    done = runspec(*words, "--set", "algorithm.updates_per_step=1")
     assert "warning stale-pi-old: algorithm.old_logprobs" in done.stderr.splitlines()[0]
     done = runspec(*words)
     assert done.returncode == 0, done.stderr

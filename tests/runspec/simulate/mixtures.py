@@ -70,6 +70,8 @@ def _spec(run: Run) -> tuple[RunSpec, ModelConfig]:
         "steps": run.steps,
         "algorithm.async_level": run.async_level,
         "algorithm.prompts_per_step": run.groups,
+        "algorithm.updates_per_step": 1,
+        "algorithm.old_logprobs": "sampler",
         "samplers.volunteers.groups_per_submission": run.lease,
     }
     sets = [f"{key}={value}" for key, value in changes.items()]

@@ -176,7 +176,7 @@ request: 10ms
 
 
 # Runs of docs/performance.md ("What asynchrony buys"): seconds a step, busy shares of the learner
-# and of the sampler. A request to the coordinator took 3 to 19 ms there, on a busy machine.
+# and of the sampler, with one update a step. A request to the coordinator took 3 to 19 ms there, on a busy machine.
 MEASURED = {0: (0.997, 0.42, 0.34), 2: (0.559, 0.97, 0.80)}
 PROFILE_LEARNER_S, PROFILE_SAMPLER_S, PROFILE_MFU, PROFILE_TOKENS_S = 0.4156, 0.33, 0.29, 9800
 
@@ -188,6 +188,7 @@ def test_it_agrees_with_runs_that_were_measured_on_a_laptop(level, tmp_path):
     tokens = PROFILE_TOKENS_S * PROFILE_SAMPLER_S / (measured * sampler_busy)
     changes = sets(
         *(f"algorithm.async_level={level}", "steps=60", f"estimate.learner_mfu={mfu:.4f}"),
+        *("algorithm.updates_per_step=1", "algorithm.old_logprobs=sampler"),
         f"samplers.volunteers.tokens_per_s={tokens:.0f}",
     )
     swarm = "workers: [{name: own, count: 1, known: true}]\nrequest: 15ms\n"
