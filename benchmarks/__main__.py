@@ -16,7 +16,7 @@ from pathlib import Path
 NAMES = sorted(
     p.stem
     for p in Path(__file__).parent.glob("[a-z]*.py")
-    if p.stem not in ("checkouts", "evidence", "pictures", "runs", "smollm2")
+    if p.stem not in ("evidence", "pictures", "runs", "smollm2")
 )
 NAMED_ONLY = (
     "attack_detection",
@@ -26,6 +26,7 @@ NAMED_ONLY = (
     "ray_backend",
     "toploc_null",
     "weak_scaling",
+    "whole_loop",
 )
 
 

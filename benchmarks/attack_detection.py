@@ -1,6 +1,7 @@
 """Detection of attacks that change what is sampled, in seeded pools; JSON, a line a model size.
 
     python -m benchmarks.attack_detection [SIZE ...] [--quick]
+    python -m benchmarks.attack_detection --pretrained DIR [VERSION_DIR ...]
     python -m benchmarks.attack_detection --plot RESULTS.jsonl DRAWING.svg
 
 Small transformers are trained here (`benchmarks.attacks.policies`), sampled under the leases'
@@ -39,10 +40,18 @@ from benchmarks.attacks.measure import (
     largest_mean_gaps,
     rows_of,
 )
-from benchmarks.attacks.policies import SIZES, Policies, prompts_of, text_with_ends, train_policies
+from benchmarks.attacks.policies import (
+    SIZES,
+    Policies,
+    pretrained_policies,
+    pretrained_prompts,
+    prompts_of,
+    text_with_ends,
+    train_policies,
+)
 from benchmarks.attacks.site import ROLLOUTS, Leases, Pair, Site
 from benchmarks.attacks.torch_engine import sample_torch
-from benchmarks.null.text_model import Size
+from benchmarks.null.text_model import Size, read_text
 from verify.calibration.derive import derive
 from verify.calibration.measure import Measurements
 from verify.checks import Subject
@@ -91,6 +100,7 @@ PLANS = {
     "128": Plan(1792, 128, 4, 128, 6),
     "256": Plan(192, 32, 2, 32, 6),
 }
+PRETRAINED = Plan(128, 16, 2, 16, 4, rollouts=(1, 2, 4, 8, 16))
 QUICK = Plan(128, 16, 2, 64, 2, trials=100, rollouts=(1, 8), workers=10, submissions=10)
 QUICK_SIZE = Size(32, 1, 40, 8, 3e-3)
 
@@ -98,8 +108,7 @@ QUICK_SIZE = Size(32, 1, 40, 8, 3e-3)
 class Bench:
     """A trained size with a site for each pair."""
 
-    def __init__(self, name: str, policies: Policies, text: np.ndarray, plan: Plan) -> None:
-        prompts = prompts_of(text, 4096)
+    def __init__(self, name: str, policies: Policies, prompts: np.ndarray, plan: Plan) -> None:
         self.name, self.policies, self.plan = name, policies, plan
         self.sites = {pair: Site(policies.leased, prompts, pair) for pair in PAIRS}
         self.calibrated: dict[Pair, Limits] = {}
@@ -320,13 +329,17 @@ def measure(name: str, text: np.ndarray, *, quick: bool) -> dict[str, Any]:
     if quick:
         size, plan = QUICK_SIZE, QUICK
     policies = train_policies(size, text)
-    bench = Bench(name, policies, text, plan)
+    return measured(Bench(name, policies, prompts_of(text, 4096), plan))
+
+
+def measured(bench: Bench) -> dict[str, Any]:
+    policies, config = bench.policies, bench.policies.leased.config
     samplers = sorted({pair.sampler for pair in PAIRS}, reverse=True)
     return {
         "benchmark": "attack_detection",
-        "hidden": size.hidden,
-        "layers": size.layers,
-        "loss": round(policies.loss, 3),
+        "hidden": config.hidden_size,
+        "layers": config.num_hidden_layers,
+        "loss": policies.loss and round(policies.loss, 3),
         "honest": {pair: r for s in samplers for pair, r in bench.honest(s).items()},
         "attacks": {pair: r for s in samplers for pair, r in bench.attacked(s).items()},
     }
@@ -337,6 +350,9 @@ def main() -> None:
     parser.add_argument("sizes", nargs="*", metavar="SIZE", help=", ".join(SIZES))
     parser.add_argument("--quick", action="store_true", help="the smallest size, in a minute")
     parser.add_argument("--plot", nargs=2, type=Path, metavar=("RESULTS", "DRAWING"))
+    parser.add_argument(
+        "--pretrained", nargs="+", type=Path, metavar="DIR", help="a model, versions of its run"
+    )
     options = parser.parse_args()
     if unknown := set(options.sizes) - set(SIZES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are: {', '.join(SIZES)}")
@@ -345,6 +361,12 @@ def main() -> None:
 
         results, drawing = options.plot
         drawing.write_text(draw([json.loads(line) for line in results.read_text().splitlines()]))
+        return
+    if options.pretrained:
+        model, *versions = options.pretrained
+        policies = pretrained_policies(model, versions)
+        prompts = pretrained_prompts(model, read_text(), 512)
+        print(json.dumps(measured(Bench(model.name, policies, prompts, PRETRAINED))), flush=True)
         return
     text = text_with_ends()
     for name in options.sizes or (["64"] if options.quick else SIZES):

@@ -1,12 +1,13 @@
 """How many published bits a training step changes, in real runs of the laptop profile.
 
-    python -m benchmarks.delta_sparsity [--steps 6] [--lrs 5e-4 3e-7]
+    python -m benchmarks.delta_sparsity [--spec SPEC] [--steps 6] [--lrs 5e-4 3e-7]
 
-For each learning rate the run of the quickstart (0.16M parameters, warm start and all) for a few
-steps, at the full rate from the first. The laptop publishes float32; the same versions rounded to
-nearest even, as an export to bfloat16 rounds them, give the bfloat16 figures. For each step: the
-share of elements whose bits differ from the version before, and the bytes of the delta, of them
-the coded blocks (the header is 130 bytes a tensor), against those of the weights.
+For each learning rate the run of the quickstart (0.16M parameters, warm start and all), or of
+another spec, for a few steps, at the full rate from the first. The profile publishes float32; the
+same versions rounded to nearest even, as an export to bfloat16 rounds them, give the bfloat16
+figures. For each step: the share of elements whose bits differ from the version before, and the
+bytes of the delta, of them the coded blocks (the header is 130 bytes a tensor), against those of
+the weights.
 
 What to expect: AdamW moves an element by up to about the rate `lr` a step, and a bf16 number w lies
 |w| / 256 to |w| / 128 from its neighbours. So up to 181 lr / |w| of the elements change their bits:
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.runs import measure
+from benchmarks.runs import SPEC, measure
 from bridge.delta import write_delta
 from bridge.safetensors_io import SINGLE_NAME, read_headers, read_tensor, write_safetensors
 from bridge.tensors import dtype_named
@@ -64,7 +65,7 @@ def step_changes(versions: list[Path], dtype: str, scratch: Path) -> list[dict[s
     return rows
 
 
-def sparsity(lr: str, steps: int) -> dict[str, Any]:
+def sparsity(spec: str, lr: str, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="runspec-sparsity-") as folder:
         name = re.sub(r"\W", "-", f"sparsity-{lr}")
         overrides = {
@@ -73,7 +74,7 @@ def sparsity(lr: str, steps: int) -> dict[str, Any]:
             "steps": steps,
             "broadcast.keep_versions": steps + 1,
         }
-        measure(name, overrides, Path(folder))
+        measure(name, overrides, Path(folder), spec)
         weights = (Path(folder) / name / "weights").glob("v*")
         versions = sorted(weights, key=lambda path: int(path.name[1:]))
         median = np.median(
@@ -92,10 +93,11 @@ def sparsity(lr: str, steps: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--spec", default=SPEC, help="with a profile `laptop`")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--lrs", nargs="+", default=["5e-4", "3e-7"])
     options = parser.parse_args()
-    rows = [sparsity(lr, options.steps) for lr in options.lrs]
+    rows = [sparsity(options.spec, lr, options.steps) for lr in options.lrs]
     print(json.dumps({"benchmark": "delta_sparsity", "runs": rows}, indent=1))
     return 0
 

@@ -124,6 +124,15 @@ ROWS = {
     "one-learner": Row(ONE_CORE, table="islands"),
     "two-islands": Row({**ONE_CORE, "learner.islands": ISLANDS}, table="islands"),
     "smollm2-sums": Row(table="model", spec="specs/smollm2.yaml"),
+    "smollm2-stories": Row(
+        {
+            "steps": 40,
+            "data.sources.sums.uri": "problems/stories-train.jsonl",
+            "data.sources.sums-held-out.uri": "problems/stories-held-out.jsonl",
+        },
+        table="model",
+        spec="specs/smollm2.yaml",
+    ),
 }
 
 

@@ -91,7 +91,7 @@ def sample(
             jnp.asarray(keys[here]),
             choice,
             weights.fp8_cache,
-            config=weights.size.config,
+            config=weights.config,
         )
         found.append([np.moveaxis(np.asarray(each), 0, 1) for each in outputs])
     tokens, logprobs, chosen, hidden = (
@@ -123,10 +123,11 @@ def _decode(
     layers = range(config.num_hidden_layers)
     caches = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in layers]
     vocabulary = jnp.arange(config.vocab_size, dtype=jnp.int32)[None]
+    head = params["embed"].T if config.tie_word_embeddings else params["head"]
 
     def take(x: jax.Array, place: jax.Array) -> tuple:
         """The token after hidden states [B, D]."""
-        logits = (x @ params["head"]).astype(jnp.float32) / TEMPERATURE
+        logits = (x @ head).astype(jnp.float32) / TEMPERATURE
         noise = gumbel(jnp, keys[:, :1], keys[:, 1:], place, vocabulary)
         token, chosen = _chosen(logits, noise, vocabulary, choice)
         logprobs = jax.nn.log_softmax(logits)
@@ -180,7 +181,7 @@ def _block(
         y = _norm(x, w["attn_norm"]["weight"], config)
         attention, mlp = w["attention"], w["mlp"]
         q, k, v = (
-            jnp.einsum("bnd,dhk->bnhk", y, part["weight"]) + part["bias"]
+            jnp.einsum("bnd,dhk->bnhk", y, part["weight"]) + part.get("bias", 0.0)
             for part in (attention["q"], attention["k"], attention["v"])
         )
         q, k = rotate(q, turn), rotate(k, turn)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.null.text_model import Size, read_text, rounded_weights, updates
+from learner_jax.leaves import load_params
 from learner_jax.model import init_params
+from learner_jax.sharding import make_mesh
+from runspec.core.models import ModelConfig
+from runspec.core.models.family import load_config
+from runspec.core.schema import Mesh
+from runspec.core.tokenizer_files import read_tokenizer
 
 END = 0
 PROMPT = 32
@@ -38,7 +46,7 @@ SIZES = {
 class Weights:
     """Of one model, as published."""
 
-    size: Size
+    config: ModelConfig
     params: Any
     fp8_cache: bool = False
     """Whether its engine rounds keys and values to e4m3."""
@@ -50,8 +58,8 @@ class Policies:
 
     leased: Weights
     others: dict[str, Weights]
-    loss: float
-    """Nats a byte."""
+    loss: float | None
+    """Nats a byte; None of a model that others trained."""
 
 
 def text_with_ends() -> np.ndarray:
@@ -83,10 +91,28 @@ def train_policies(size: Size, text: np.ndarray) -> Policies:
         **{f"fine-tuned, {n} updates": tuned[n - 1] for n in TUNED},
         **{f"{kind} weights": rounded_weights(leased, kind) for kind in ("int8", "fp8", "int4")},
     }
-    others = {name: Weights(size, _published(params)) for name, params in named.items()}
-    others["fp8 cache"] = Weights(size, _published(leased), fp8_cache=True)
-    others["smaller model"] = Weights(half, _published(_trained(half, part, seed=2)[0]))
-    return Policies(Weights(size, _published(leased)), others, loss)
+    others = {name: Weights(size.config, _published(params)) for name, params in named.items()}
+    others["fp8 cache"] = Weights(size.config, _published(leased), fp8_cache=True)
+    others["smaller model"] = Weights(half.config, _published(_trained(half, part, seed=2)[0]))
+    return Policies(Weights(size.config, _published(leased)), others, loss)
+
+
+def pretrained_policies(directory: Path, versions: Sequence[Path]) -> Policies:
+    """Of a Hugging Face directory whose end token is 0; `versions` are of a run that trained it."""
+    config, mesh = load_config(directory), make_mesh(Mesh(fsdp=1))
+    leased = load_params(directory, config, mesh)
+    named = {f"{kind} weights": rounded_weights(leased, kind) for kind in ("int8", "fp8", "int4")}
+    named |= {f"{path.name} of a run": load_params(path, config, mesh) for path in versions}
+    others = {name: Weights(config, _published(params)) for name, params in named.items()}
+    others["fp8 cache"] = Weights(config, _published(leased), fp8_cache=True)
+    return Policies(Weights(config, _published(leased)), others, None)
+
+
+def pretrained_prompts(directory: Path, text: np.ndarray, count: int) -> np.ndarray:
+    """i32 [count, 32]: of the text, by the model's tokenizer."""
+    tokenizer = read_tokenizer(directory)
+    ids = tokenizer.encode(text[: 16 * PROMPT * count].tobytes().decode("utf-8", "replace")).ids
+    return np.array(ids[: PROMPT * count], np.int32).reshape(count, PROMPT)
 
 
 def _trained(size: Size, text: np.ndarray, seed: int) -> tuple[Any, float]:

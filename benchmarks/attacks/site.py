@@ -75,7 +75,7 @@ class Engine:
 
     def __init__(self, weights: Weights, spec: RunSpec) -> None:
         mesh = make_mesh(schema.Mesh(fsdp=len(jax.devices())))
-        self._policy = Policy(weights.params, weights.size.config, spec.learner, mesh)
+        self._policy = Policy(weights.params, weights.config, spec.learner, mesh)
         self._known: dict[tuple[object, ...], PrefillOutput] = {}
 
     def ensure_version(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
@@ -146,6 +146,7 @@ class Site:
     def __init__(self, weights: Weights, prompts: np.ndarray, pair: Pair) -> None:
         self.spec = _spec(pair)
         self.pair, self.task_set = pair, LettersTask(prompts)
+        self._vocab_size = weights.config.vocab_size
         self.engine = Engine(weights, self.spec)
         self.limits: Limits = limits_for(pair.sampler, pair.validator)
         self._worker, self._coordinator = _key(1), _key(2)
@@ -153,7 +154,7 @@ class Site:
             self.spec,
             task_set=self.task_set,
             engine=self.engine,
-            vocab_size=weights.size.config.vocab_size,
+            vocab_size=self._vocab_size,
             wants_prefill=lambda submission: True,
         )
 
@@ -265,7 +266,7 @@ class Site:
             lease_digest="",
             pool=self.spec.samplers[0],
             group_size=GROUP_SIZE,
-            vocab_size=256,
+            vocab_size=self._vocab_size,
             task_set=self.task_set,
             assignments=[],
             limits=self.limits,

@@ -16,7 +16,7 @@ def sample_torch(
     weights: Weights, prompts: np.ndarray, keys: np.ndarray, *, dtype: str, rows: int
 ) -> Sampled:
     """As `benchmarks.attacks.engine.sample` of an honest worker."""
-    model = transformers_model(weights.params, weights.size, dtype)
+    model = transformers_model(weights.params, weights.config, dtype)
     parts = [
         _batch(model, prompts[start : start + rows], keys[start : start + rows])
         for start in range(0, len(prompts), rows)

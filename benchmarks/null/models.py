@@ -65,7 +65,7 @@ def text_model(
     params, older, loss = trained(size, text, cache)
     if outliers:
         params, older = (with_outliers(each, outliers, 8.0) for each in (params, older))
-    engine = transformers_model(params, size, "float32") if sampled else None
+    engine = transformers_model(params, size.config, "float32") if sampled else None
 
     def outputs(first: int, count: int) -> np.ndarray:
         return rollouts(engine, windows(text, first, count)[:, :PROMPT], first)

@@ -195,16 +195,16 @@ def _states(config: ModelConfig, dtype: Any) -> Callable[..., jax.Array]:
     return jax.jit(lambda params, tokens: _forward(params, config, tokens, dtype))
 
 
-def transformers_model(params: Any, size: Size, dtype: str) -> Any:
+def transformers_model(params: Any, config: ModelConfig, dtype: str) -> Any:
     """The model as `transformers` has it in torch."""
     import torch
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        save_weights(params, size.config, directory)
-        config = hf_config(size.config, dtype="float32", eos_token_id=0, pad_token_id=0)
-        (directory / "config.json").write_text(json.dumps(config))
+        save_weights(params, config, directory)
+        fields = hf_config(config, dtype="float32", eos_token_id=0, pad_token_id=0)
+        (directory / "config.json").write_text(json.dumps(fields))
         return AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
 
 
@@ -212,7 +212,7 @@ def transformers_states(params: Any, size: Size, tokens: np.ndarray, dtype: str)
     """u16 [n, 224, D] as `transformers` computes them in torch, four sequences at a time."""
     import torch
 
-    model = transformers_model(params, size, dtype).model
+    model = transformers_model(params, size.config, dtype).model
     found = []
     with torch.no_grad():
         for start in range(0, len(tokens), 4):

@@ -21,6 +21,18 @@ def random_model(shape: dict[str, Any]) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(Qwen2Config(**shape))
 
 
+def cpu_config(**settings: Any) -> GRPOConfig:
+    """In float32, reporting to nobody; `settings` of `GRPOConfig`."""
+    return GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        gradient_checkpointing=False,
+        **settings,
+    )
+
+
 def make_trainer(
     model: Qwen2ForCausalLM, rewards: Any, *, prompts: int = 1, **settings: Any
 ) -> GRPOTrainer:
@@ -38,14 +50,7 @@ def make_trainer(
     return GRPOTrainer(
         model=model,
         reward_funcs=rewards,
-        args=GRPOConfig(
-            output_dir=tempfile.mkdtemp(),
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            gradient_checkpointing=False,
-            **settings,
-        ),
+        args=cpu_config(**settings),
         train_dataset=Dataset.from_list([{"prompt": f"w{3 + i}"} for i in range(prompts)]),
         processing_class=PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, pad_token="w0", eos_token="w1", unk_token="w2"

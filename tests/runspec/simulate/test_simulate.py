@@ -175,8 +175,9 @@ request: 10ms
     assert first["steps"] != another["steps"]
 
 
-# Runs of docs/performance.md ("What asynchrony buys"): seconds a step, busy shares of the learner
-# and of the sampler, with one update a step. A request to the coordinator took 3 to 19 ms there, on a busy machine.
+# Runs of docs/performance.md ("What asynchrony buys"), with one update a step: seconds a step, busy
+# shares of the learner and of the sampler. A request to the coordinator took 3 to 19 ms there, on a
+# busy machine.
 MEASURED = {0: (0.997, 0.42, 0.34), 2: (0.559, 0.97, 0.80)}
 PROFILE_LEARNER_S, PROFILE_SAMPLER_S, PROFILE_MFU, PROFILE_TOKENS_S = 0.4156, 0.33, 0.29, 9800
 
