@@ -110,7 +110,7 @@ def pretrained_policies(directory: Path, versions: Sequence[Path]) -> Policies:
 
 def pretrained_prompts(directory: Path, text: np.ndarray, count: int) -> np.ndarray:
     """i32 [count, 32]: of the text, by the model's tokenizer."""
-    tokenizer = read_tokenizer(directory)
+    tokenizer = read_tokenizer(directory / "tokenizer.json")
     ids = tokenizer.encode(text[: 16 * PROMPT * count].tobytes().decode("utf-8", "replace")).ids
     return np.array(ids[: PROMPT * count], np.int32).reshape(count, PROMPT)
 
