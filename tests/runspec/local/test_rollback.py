@@ -399,7 +399,7 @@ def test_a_trained_step_is_never_lost(tmp_path: Path) -> None:
         assert refused.returncode == 1
         assert "these changes need a run of another name" in refused.stderr
         # then what differs is listed with both values; steps may be raised, not lowered
-        assert "  optimizer.lr: 0.0005 there, 0.001 now" in refused.stderr
+        assert "  optimizer.lr: 5e-05 there, 0.001 now" in refused.stderr
         assert "  steps: 5 there, 4 now" in refused.stderr
         assert load_resolved(run.directory).steps == 5
         assert (run.directory / trained).exists()

@@ -9,11 +9,12 @@ from tests.runspec.estimate.test_run import shown
 from tests.runspec.supervised import shipped
 
 LEARNER_S = 0.4156
-"""Time of a step of the laptop profile's learner."""
+"""Time of a step of the laptop profile's learner, with one update by the sampler's log-probs."""
 
 
 def laptop(*changes: str):
-    return shipped(*changes, profile="laptop")
+    simple = ("algorithm.updates_per_step=1", "algorithm.old_logprobs=sampler")
+    return shipped(*simple, *changes, profile="laptop")
 
 
 @pytest.mark.parametrize(

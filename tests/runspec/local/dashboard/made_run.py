@@ -73,7 +73,7 @@ class MadeRun:
         self.dir, self._say, self.steps = runs_dir / name, say, 0
         self._tokenizer = bytes_tokenizer()
         sizes = ("algorithm.prompts_per_step=2", "algorithm.group_size=4", "evaluations=null")
-        sizes += ("changes.calmer.step=7", "changes.calmer.lr=1e-4")
+        sizes += ("algorithm.updates_per_step=2", "changes.calmer.step=7", "changes.calmer.lr=1e-4")
         spec = small_spec(name, 5000, *sizes)
         pools = [pool.model_copy(update={"max_new_tokens": 2**21}) for pool in spec.samplers]
         self.spec = spec.model_copy(update={"samplers": pools})  # room for megabytes
