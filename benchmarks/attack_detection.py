@@ -324,15 +324,12 @@ def brief(row: dict[str, Any]) -> str:
     return f"D {row['moved']:.4f}, mean gap {row['mean_gap']:.2e}, tokens needed {needs}"
 
 
-def measure(name: str, text: np.ndarray, *, quick: bool) -> dict[str, Any]:
-    size, plan = SIZES[name], PLANS[name]
-    if quick:
-        size, plan = QUICK_SIZE, QUICK
-    policies = train_policies(size, text)
-    return measured(Bench(name, policies, prompts_of(text, 4096), plan))
+def trained(name: str, text: np.ndarray, *, quick: bool) -> Bench:
+    size, plan = (QUICK_SIZE, QUICK) if quick else (SIZES[name], PLANS[name])
+    return Bench(name, train_policies(size, text), prompts_of(text, 4096), plan)
 
 
-def measured(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> dict[str, Any]:
     policies, config = bench.policies, bench.policies.leased.config
     samplers = sorted({pair.sampler for pair in PAIRS}, reverse=True)
     return {
@@ -366,11 +363,11 @@ def main() -> None:
         model, *versions = options.pretrained
         policies = pretrained_policies(model, versions)
         prompts = pretrained_prompts(model, read_text(), 512)
-        print(json.dumps(measured(Bench(model.name, policies, prompts, PRETRAINED))), flush=True)
+        print(json.dumps(measure(Bench(model.name, policies, prompts, PRETRAINED))), flush=True)
         return
     text = text_with_ends()
     for name in options.sizes or (["64"] if options.quick else SIZES):
-        print(json.dumps(measure(name, text, quick=options.quick)), flush=True)
+        print(json.dumps(measure(trained(name, text, quick=options.quick))), flush=True)
 
 
 if __name__ == "__main__":

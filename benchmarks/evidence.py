@@ -68,7 +68,7 @@ class Row:
     spec: str = SPEC
 
 
-def row(base: dict[str, Any] | None = None, *, of: str = "switches", **changes: Any) -> Row:
+def switched(base: dict[str, Any] | None = None, *, of: str = "switches", **changes: Any) -> Row:
     """A row of the profile and its own changes of `algorithm`, in which `__` stands for a dot.
 
     Args:
@@ -81,33 +81,33 @@ def row(base: dict[str, Any] | None = None, *, of: str = "switches", **changes: 
 
 
 HOT = {"optimizer.lr": "5e-4"}
-hot = partial(row, HOT, of="remedies")
+hot = partial(switched, HOT, of="remedies")
 """The rate of one update a step in each of eight, and what may help."""
 ROWS = {
     "laptop": Row(table="profile"),
-    "paper": row(),
-    "simple": row(SIMPLE),
-    "advantage-task": row(advantage__normalize="task"),
-    "advantage-none": row(advantage__normalize="none"),
-    "filter-task": row(filters__rewards="task"),
-    "no-filter": row(filters__zero_variance="false"),
-    "task-no-filter": row(advantage__normalize="task", filters__zero_variance="false"),
-    "loss-token": row(loss_normalizer="token"),
-    "sampler-logprobs": row(old_logprobs="sampler"),
-    "updates-1": row(updates_per_step=1),
-    "updates-4": row(updates_per_step=4),
-    "one-sided-clip": row(clip__delta="null"),
-    "lag-0": row(async_level=0),
-    "lag-1": row(async_level=1),
-    "lag-4": row({"broadcast.keep_versions": 6}, async_level=4),
+    "paper": switched(),
+    "simple": switched(SIMPLE),
+    "advantage-task": switched(advantage__normalize="task"),
+    "advantage-none": switched(advantage__normalize="none"),
+    "filter-task": switched(filters__rewards="task"),
+    "no-filter": switched(filters__zero_variance="false"),
+    "task-no-filter": switched(advantage__normalize="task", filters__zero_variance="false"),
+    "loss-token": switched(loss_normalizer="token"),
+    "sampler-logprobs": switched(old_logprobs="sampler"),
+    "updates-1": switched(updates_per_step=1),
+    "updates-4": switched(updates_per_step=4),
+    "one-sided-clip": switched(clip__delta="null"),
+    "lag-0": switched(async_level=0),
+    "lag-1": switched(async_level=1),
+    "lag-4": switched({"broadcast.keep_versions": 6}, async_level=4),
     "hot": hot(),
     "hot-filter-task": hot(filters__rewards="task"),
     "hot-task-no-filter": hot(advantage__normalize="task", filters__zero_variance="false"),
     "hot-one-sided": hot(clip__delta="null"),
     "hot-capped": hot(importance__cap=2.0),
-    "hot-third": row({"optimizer.lr": "1.7e-4"}, of="remedies"),
+    "hot-third": switched({"optimizer.lr": "1.7e-4"}, of="remedies"),
     "hot-one-update": hot(updates_per_step=1),
-    "hot-larger-batch": row(HOT | {"steps": STEPS // 4}, of="remedies", prompts_per_step=64),
+    "hot-larger-batch": switched(HOT | {"steps": STEPS // 4}, of="remedies", prompts_per_step=64),
     "hot-tight-clip": hot(clip__eps_low=0.1, clip__eps_high=0.1),
     "target-short": Row({"steps": STEPS}, table="targets"),
     "target-long": Row(
