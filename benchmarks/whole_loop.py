@@ -61,6 +61,7 @@ def trl(spec: RunSpec, rollouts: int) -> dict[str, Any]:
             "lr_scheduler_type": "constant",
             "beta": 0.0,
             "max_steps": STEPS,
+            "save_strategy": "no",
         },
     }
 
