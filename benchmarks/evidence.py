@@ -126,7 +126,6 @@ ROWS = {
     "smollm2-sums": Row(table="model", spec="specs/smollm2.yaml"),
     "smollm2-stories": Row(
         {
-            "steps": 40,
             "data.sources.sums.uri": "problems/stories-train.jsonl",
             "data.sources.sums-held-out.uri": "problems/stories-held-out.jsonl",
         },
