@@ -20,7 +20,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from itertools import pairwise
@@ -35,6 +35,7 @@ from runspec.local.plots import Curve, Figure, draw
 from verify.formats.documents import read_evaluations
 
 TABLE = ROOT / "docs" / "evidence.csv"
+DESCRIBE = ("git", "describe", "--always", "--dirty=+", "--abbrev=8")
 PARTS = 20
 """Points of a committed curve."""
 WARM_UP = 10
@@ -188,7 +189,7 @@ class Figures:
             row=row,
             seed=seed,
             steps=summary["steps"],
-            commit=git("describe", "--always", "--dirty=+", "--abbrev=8"),
+            commit=subprocess.check_output(DESCRIBE, cwd=ROOT, text=True).strip(),
             date=datetime.now(UTC).date().isoformat(),
             machine=f"{os.cpu_count()} x {platform.machine()}",
             task_reward_first=summary["task_reward_first"],
@@ -211,16 +212,20 @@ class Figures:
         )
 
 
-def git(*words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True)
-    return done.stdout.strip()
-
-
-def figures(row: str, seed: int, runs_dir: Path | None = None) -> Figures:
-    """Runs a row, minutes to an hour on two cores."""
-    changes, spec = {**ROWS[row].changes, "seed": seed}, ROWS[row].spec
-    run = measure(f"{row}-{seed}", changes, runs_dir, spec, may_stall=True)
-    return Figures.of(row, seed, run)
+def append_run(name: str, seed: int, runs_dir: Path | None) -> None:
+    """Runs a row, minutes to an hour on two cores, and adds it to the CSV with four digits."""
+    row = ROWS[name]
+    changes = {**row.changes, "seed": seed}
+    run = measure(f"{name}-{seed}", changes, runs_dir, row.spec, may_stall=True)
+    rounded = {
+        column: f"{value:.4g}" if isinstance(value, float) else value
+        for column, value in asdict(Figures.of(name, seed, run)).items()
+    }
+    with TABLE.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rounded), lineterminator="\n")
+        if not file.tell():
+            writer.writeheader()
+        writer.writerow(rounded)
 
 
 def recorded(*names: str) -> list[dict[str, str]]:
@@ -228,19 +233,6 @@ def recorded(*names: str) -> list[dict[str, str]]:
     with TABLE.open(encoding="utf-8", newline="") as file:
         runs = list(csv.DictReader(file))
     return [run for name in names for run in runs if run["row"] == name]
-
-
-def append(run: Figures) -> None:
-    """Adds a run to the CSV, floats with four digits."""
-    rounded = {
-        name: f"{value:.4g}" if isinstance(value, float) else value
-        for name, value in asdict(run).items()
-    }
-    with TABLE.open("a", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [each.name for each in fields(Figures)], lineterminator="\n")
-        if not file.tell():
-            writer.writeheader()
-        writer.writerow(rounded)
 
 
 COLUMNS = {
@@ -292,10 +284,6 @@ def _curves_of_run(run_dir: Path) -> Iterator[Curve]:
         yield Curve(f"evaluation {name}", points, averaged=False, band=band)
 
 
-def _task_reward(curves: Iterator[Curve]) -> Figure:
-    return Figure("Task reward", "", list(curves), bottom=0.0)
-
-
 def write_drawing(path: Path, figure: Figure) -> None:
     """Writes an SVG that a page shows, light or dark."""
     path.write_text(draw(figure).replace("currentColor", GREY), encoding="utf-8")
@@ -323,13 +311,12 @@ def main() -> int:
     given = parser.parse_args()
     if given.command == "run":
         for row in given.rows:
-            append(figures(row, given.seed, given.runs_dir))
+            append_run(row, given.seed, given.runs_dir)
     elif given.command == "table":
         print(*table(given.kind), sep="\n")
-    elif given.command == "draw":
-        write_drawing(given.file, _task_reward(_curves(given.rows)))
-    elif given.command == "draw-run":
-        write_drawing(given.file, _task_reward(_curves_of_run(given.run_dir)))
+    elif given.command:
+        curves = _curves(given.rows) if given.command == "draw" else _curves_of_run(given.run_dir)
+        write_drawing(given.file, Figure("Task reward", "", list(curves), bottom=0.0))
     else:
         for row in ROWS:
             print(row, *(run["seed"] for run in recorded(row)))
