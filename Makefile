@@ -13,7 +13,7 @@ CPU_TORCH := torch==2.13.0+cpu
 SPEC ?= specs/target_short.yaml
 PROFILE ?= laptop
 # Specs that the placements fit, which say where their pools are.
-SAMPLING := $(filter-out specs/metagene.yaml specs/opendiloco.yaml specs/smollm2.yaml,$(wildcard specs/*.yaml))
+SAMPLING := $(filter-out specs/metagene.yaml specs/opendiloco.yaml specs/smollm2.yaml specs/tools.yaml,$(wildcard specs/*.yaml))
 # One process more than cores, for tests also wait. tests/cost.py says which tests go together.
 WORKERS := -n $(shell expr $$(nproc) + 1) --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 

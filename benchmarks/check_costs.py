@@ -25,7 +25,7 @@ from runspec.core.schema import SamplerPool
 from runspec.core.signed import SigningKey
 from verify.checks import Subject
 from verify.checks.prefill import prefill_checks
-from verify.checks.rows import GRADE_CHECKS, ROW_CHECKS, duplicates, fingerprints
+from verify.checks.rows import GRADE_CHECKS, ROW_CHECKS, TURN_CHECKS, duplicates, fingerprints
 from verify.formats.lease import Lease, assignments, lease_digest, open_lease, sign_lease
 from verify.formats.submission import (
     Rollout,
@@ -34,7 +34,7 @@ from verify.formats.submission import (
     open_submission,
     sign_submission,
 )
-from verify.plugins import Graded, GradeItem, Problem
+from verify.plugins import Graded, GradeItem, Problem, TaskSet
 from verify.recompute import Recomputed
 from verify.thresholds import BFLOAT16
 from verify.toploc import build_proofs_batch
@@ -44,7 +44,7 @@ GROUPS, GROUP_SIZE, TOKENS, HIDDEN, VOCAB, END = 4, 16, 1000, 1024, 151_936, 0
 REPEATS = 5
 
 
-class Task:
+class Task(TaskSet):
     """A thousand problems of a hundred tokens."""
 
     eos_token_id, targets = END, [1000, 2000]
@@ -55,7 +55,7 @@ class Task:
     def problem(self, index: int) -> Problem:
         return Problem(f"p{index}", "none", "", {})
 
-    def prompt_tokens(self, index: int, target: int | None) -> list[int]:
+    def prompt_tokens(self, index: int, target: int | None, seed: int = 0) -> list[int]:
         return [1 + (index * 31 + place) % (VOCAB - 1) for place in range(100)]
 
     def grade_all(self, items: Sequence[GradeItem]) -> list[Any]:
@@ -167,7 +167,7 @@ def main() -> None:
         "digest": milliseconds(lambda: digest_bytes(table)),
         "decode": milliseconds(lambda: decode_rollouts(table, **limits)),
     }
-    for check in [*ROW_CHECKS, *GRADE_CHECKS, *prefill_checks(subject.pool)]:
+    for check in [*ROW_CHECKS, *TURN_CHECKS, *GRADE_CHECKS, *prefill_checks(subject.pool)]:
         found[check(subject)[0].name] = milliseconds(partial(check, subject))
     pairs = [(r.output_tokens, r.logprobs) for r in subject.rollouts]
     found["fingerprints"] = milliseconds(lambda: [fingerprints(*pair) for pair in pairs])

@@ -32,6 +32,7 @@ from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
 from verify.formats.batch import BatchGroup, BatchManifest
 from verify.formats.tables import MalformedTable
+from verify.formats.turns import Joined, joined
 from verify.thresholds import LOGPROB_ALARM, precision_of
 
 
@@ -82,9 +83,10 @@ class TrainingRollout:
     prompt_tokens: np.ndarray
     """i32 [P]."""
     output_tokens: np.ndarray
-    """i32 [n], the end token included where there is one."""
+    """i32 [n]: all that follows the prompt, the end token included where there is one."""
     mu: np.ndarray
-    """f32 [n]: log-probs under the version that sampled it, at the sampling temperature."""
+    """f32 [m]: log-probs of the sampled tokens under the version that sampled them, at the sampling
+    temperature."""
     advantage: float
     task_reward: float
     reward: float
@@ -92,6 +94,13 @@ class TrainingRollout:
     """Length asked for, in tokens."""
     version: int
     """The policy version that sampled it; the oldest, where several did."""
+    own: np.ndarray | None = None
+    """bool [n]: the m output tokens that the policy sampled; None: all of them."""
+
+    @property
+    def length(self) -> int:
+        """m, the length of the rollout for the loss and the metrics."""
+        return len(self.mu)
 
 
 @dataclass(frozen=True)
@@ -278,15 +287,17 @@ class BatchReader(ManifestReader[BatchManifest]):
                 problem_id=row.rollout.problem_id,
                 # Copies: decoded arrays are views that keep the whole submission.
                 prompt_tokens=row.rollout.prompt_tokens.copy(),
-                output_tokens=row.rollout.output_tokens.copy(),
+                output_tokens=sequence.tokens.copy(),
                 mu=row.mu.copy(),
                 advantage=advantage,
                 task_reward=row.verdict.task_reward,
                 reward=row.verdict.reward,
                 target=row.verdict.target,
                 version=row.rollout.oldest_version,
+                own=sequence.own,
             )
             for row, advantage in zip(rows, advantages.tolist(), strict=True)
+            for sequence in [row.sequence()]
         ]
 
 
@@ -304,8 +315,26 @@ class _Row:
             and verdict.length == length > 0
             and len(self.mu) == length
             and bool(np.isfinite(self.mu).all())
+            and self._fits()
             and all(map(isfinite, (verdict.task_reward, verdict.length_penalty, verdict.reward)))
         )
+
+    def sequence(self) -> Joined:
+        """Return the rollout's turns with what stands between them.
+
+        Raises:
+            ValueError: the lengths in submission and verdict do not fit.
+        """
+        rollout, verdict = self.rollout, self.verdict
+        lengths = verdict.between_lengths
+        return joined(rollout.output_tokens, rollout.turns, verdict.between, lengths)
+
+    def _fits(self) -> bool:
+        try:
+            self.sequence()
+        except ValueError:
+            return False
+        return True
 
     @property
     def mu(self) -> np.ndarray:

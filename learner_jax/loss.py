@@ -34,7 +34,7 @@ def token_weights(
         constant   1 / (S max_new_tokens)
 
     Args:
-        output_lengths: n_i of the S sequences of the whole optimizer batch.
+        output_lengths: n_i, the tokens that the policy sampled, of the S sequences of the batch.
         normalizer: as above.
         max_new_tokens: longest output that sampling allows.
     """

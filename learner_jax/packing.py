@@ -29,7 +29,7 @@ class TokenBatch:
 
     tokens: Data
     targets: Data
-    """The output token that the position predicts; -1 where it predicts none."""
+    """The sampled token that the position predicts; -1 where it predicts none."""
     segment_ids: Data
     """1, 2, ... for the samples of a row, 0 for padding."""
     positions: Data
@@ -59,6 +59,8 @@ class Sample:
 
     prompt: np.ndarray
     output: np.ndarray
+    own: np.ndarray | None = None
+    """bool [n]: the m output tokens that the policy sampled, the targets; None: all of them."""
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.output)
@@ -71,6 +73,16 @@ class Placement(NamedTuple):
     row: int
     start: int
     stop: int
+    own: np.ndarray | None
+    """`Sample.own`."""
+
+    @property
+    def where(self) -> tuple[int, int, slice | np.ndarray]:
+        """The m positions that predict its targets, as an index into [M, rows, tokens]."""
+        columns: slice | np.ndarray = slice(self.start, self.stop)
+        if self.own is not None:
+            columns = self.start + np.flatnonzero(self.own)
+        return self.microbatch, self.row, columns
 
 
 @dataclass(frozen=True)
@@ -89,10 +101,10 @@ class Packed:
         return jax.tree.map(lambda array: array[index], self.batch)
 
     def scatter(self, values: Sequence[np.ndarray | float]) -> np.ndarray:
-        """Lays per-sample values on the positions that predict the output tokens.
+        """Lays per-sample values on the positions that predict the targets.
 
         Args:
-            values: for each sample an array [n], one value an output token, or one number for all.
+            values: for each sample an array [m], one value a target, or one number for all.
 
         Returns:
             float32 [M, rows, tokens], 0 elsewhere (float64 if the values are).
@@ -100,16 +112,16 @@ class Packed:
         wide = any(isinstance(value, np.ndarray) and value.dtype == np.float64 for value in values)
         out = np.zeros(self.batch.tokens.shape, np.float64 if wide else np.float32)
         for place, value in zip(self.placements, values, strict=True):
-            out[place.microbatch, place.row, place.start : place.stop] = value
+            out[place.where] = value
         return out
 
     def gather(self, array: np.ndarray) -> list[np.ndarray]:
-        """The inverse of `scatter`: for each sample the [n] values of its output tokens.
+        """The inverse of `scatter`: for each sample the [m] values of its targets.
 
         Args:
             array: [M, rows, tokens].
         """
-        return [array[p.microbatch, p.row, p.start : p.stop] for p in self.placements]
+        return [array[place.where] for place in self.placements]
 
 
 def pack(
@@ -168,7 +180,8 @@ def pack(
     begin, batch = _laid_out(samples, order, row_of, (microbatches or needed, rows, tokens))
     start = begin + prompts - 1
     columns = (row_of // rows, row_of % rows, start, start + outputs)
-    placements = tuple(map(Placement, *(column.tolist() for column in columns)))
+    own = [sample.own for sample in samples]
+    placements = tuple(map(Placement, *(column.tolist() for column in columns), own))
     return Packed(batch, needed, placements)
 
 
@@ -197,8 +210,9 @@ def _laid_out(
             texts.append(zero[:n])
             targets.append(none[:n])
         else:
-            prompt, output = samples[i].prompt, samples[i].output
+            prompt, output, own = samples[i].prompt, samples[i].output, samples[i].own
             texts += (prompt, output)
+            output = output if own is None else np.where(own, output, none[:1])
             targets += (none[: len(prompt) - 1], output, none[:1])
     number = np.arange(len(item)) - np.searchsorted(row, row) + 1  # of the item in its row
 

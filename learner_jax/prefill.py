@@ -2,7 +2,7 @@
 
 A validator loads it by name (`verify.plugins.PrefillEngine`). A prompt is computed once for the
 rollouts of a microbatch that begin with it. Microbatches have few shapes, so few
-programs are compiled. The head sees only the positions that predict an output token, a chunk at a
+programs are compiled. The head sees only the positions that predict a sampled token, a chunk at a
 time, so [B, T, V] never exists.
 
 A part is what a device computes at once: at most so many positions, each of which stands in the
@@ -51,7 +51,7 @@ class Shape:
     """Shape of a part. There are few shapes, since each is compiled."""
 
     positions: int
-    """U, of full parts a multiple of `tokens`; also the most output tokens."""
+    """U, of full parts a multiple of `tokens`; also the most sampled tokens."""
     rows: int
     """R."""
     tokens: int
@@ -131,11 +131,11 @@ def divide(inputs: Sequence[PrefillInput], shape: Shape) -> list[list[Place]]:
     for members in sorted(groups, key=lambda members: size_of(members[0]), reverse=True):
         length, prompt = len(inputs[members[0]].prompt_tokens), -1
         for member in members:
-            count = len(inputs[member].output_tokens)
+            count, sampled = len(inputs[member].output_tokens), len(inputs[member].sampled)
             size = length + count - 1
             row = next((n for n, left in enumerate(room) if left >= size), len(room))
             new = count - 1 + (length if prompt < 0 else 0)
-            full = used + new > shape.positions or predicted + count > shape.positions
+            full = used + new > shape.positions or predicted + sampled > shape.positions
             if not parts or full or row >= shape.rows:
                 parts.append([])
                 room, used, predicted, prompt, row = [], 0, 0, -1, 0
@@ -145,7 +145,7 @@ def divide(inputs: Sequence[PrefillInput], shape: Shape) -> list[list[Place]]:
             if first:
                 prompt, used = used, used + length
             parts[-1].append(Place(member, prompt, first, used, row, shape.tokens - room[row]))
-            used, predicted = used + count - 1, predicted + count
+            used, predicted = used + count - 1, predicted + sampled
             room[row] -= size
     return parts
 
@@ -180,20 +180,20 @@ def lay_out(
 
 
 def predicting(place: Place, rollout: PrefillInput) -> np.ndarray:
-    """i32 [n]: the positions that predict the output tokens, the prompt's last and the output's."""
+    """i32 [m]: the positions that predict the sampled tokens, the prompt's last among them."""
     at = np.arange(place.output - 1, place.output + len(rollout.output_tokens) - 1, dtype=np.int32)
     at[0] = place.prompt + len(rollout.prompt_tokens) - 1
-    return at
+    return at[rollout.sampled]
 
 
 def halved(shape: Shape, parts: Sequence[Sequence[Place]], inputs: Sequence[PrefillInput]) -> Shape:
     """Half of the shape where that is enough for these parts, so that less is padding."""
     half = Shape(shape.positions // 2, -(-shape.rows // 2), shape.tokens)
     for part in parts:
-        counts = [len(inputs[place.member].output_tokens) for place in part]
-        used = max(place.output + n - 1 for place, n in zip(part, counts, strict=True))
+        used = max(place.output + len(inputs[place.member].output_tokens) - 1 for place in part)
+        predicted = sum(len(inputs[place.member].sampled) for place in part)
         rows = max(place.row for place in part) + 1
-        if max(used, sum(counts)) > half.positions or rows > half.rows:
+        if max(used, predicted) > half.positions or rows > half.rows:
             return shape
     return half
 
@@ -202,7 +202,7 @@ MICROBATCH_TOKENS = 1 << 15
 IN_FLIGHT = 3
 """Microbatches on the device at once, at most: small ones would wait for the host with fewer."""
 MAX_CHUNK = 512
-"""Output tokens whose logits exist at once, at most."""
+"""Sampled tokens whose logits exist at once, at most."""
 
 
 class JaxPrefill(VersionedPrefill["Policy"]):
@@ -311,14 +311,14 @@ def _fetched(results: Iterable[TokenFacts]) -> Iterator[TokenFacts]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Query:
-    """The output tokens of a microbatch, [N]; the first `count` are real."""
+    """The sampled tokens of a microbatch, [N]; the first `count` are real."""
 
     index: Any
     """i32: the position that predicts the token, of those of all shards."""
     token: Any
     """i32."""
     position: Any
-    """i32: of the token in its output."""
+    """i32: of the token among the sampled ones of its output."""
     key_0: Any
     key_1: Any
     """i32: the noise key of its rollout."""
@@ -334,9 +334,10 @@ def _query(
     for shard, part in enumerate(parts):
         for place in part:
             each = inputs[place.member]
-            end = begin + len(each.output_tokens)
-            table[0, begin:end] = predicting(place, each) + shard * shape.positions
-            table[1, begin:end] = each.output_tokens
+            at = predicting(place, each)
+            end = begin + len(at)
+            table[0, begin:end] = at + shard * shape.positions
+            table[1, begin:end] = each.output_tokens[each.sampled]
             table[2, begin:end] = np.arange(end - begin)
             table[3:, begin:end] = np.asarray(each.noise_key or (0, 0), np.int32)[:, None]
             begin = end
@@ -356,7 +357,7 @@ def _prefill(
     execution: Execution,
     wanted: Wanted,
 ) -> TokenFacts:
-    """Return the results for a microbatch's output tokens."""
+    """Return the results for a microbatch's sampled tokens."""
     bound = bind(config, params)
     hidden = bound(batch.tokens, batch.segment_ids, batch.positions, execution, batch.rows)
     chosen = hidden.reshape(-1, hidden.shape[-1])[query.index]  # [N, D]
@@ -407,7 +408,7 @@ def _judge(
         Choices(*(jnp.zeros(shape, jnp.float32) for shape in shapes)) if wanted.choices else None
     )
     empty = TokenFacts(zeros, zeros if wanted.gaps else None, choices)
-    # Only as many chunks as hold output tokens: prompts and padding cost no logits.
+    # Only as many chunks as hold sampled tokens: prompts and padding cost no logits.
     chunks = (query.count + chunk - 1) // chunk
     return jax.lax.fori_loop(0, chunks, one_chunk, empty)
 

@@ -113,7 +113,7 @@ class Rollouts(Recipe):
 
     def weight(self, batch: Batch) -> float:
         if self._run.spec.grpo.loss_normalizer == "token":
-            return float(sum(len(rollout.output_tokens) for rollout in batch.rollouts))
+            return float(sum(rollout.length for rollout in batch.rollouts))
         return float(len(batch.rollouts))
 
 
@@ -263,7 +263,7 @@ def sample_lines(batch: Batch, tokenizer: Tokenizer) -> list[dict[str, Any]]:
             "prompt": text(rollout.prompt_tokens),
             "output": text(rollout.output_tokens),
             "target": rollout.target,
-            "length": len(rollout.output_tokens),
+            "length": rollout.length,
             "task_reward": rollout.task_reward,
             "reward": rollout.reward,
         }

@@ -128,14 +128,14 @@ def train_step(
             *(each for group in groups[start:stop] for each in group), strict=True
         )
         packed = pack(
-            [Sample(rollout.prompt_tokens, rollout.output_tokens) for rollout in rollouts],
+            [Sample(r.prompt_tokens, r.output_tokens, r.own) for r in rollouts],
             tokens=spec.learner.packing.tokens,
             rows=spec.learner.packing.rows,
             shards=mesh.shape["data"] * mesh.shape["fsdp"],
             microbatches=microbatch_bound(spec),
         )
         weights = token_weights(
-            [len(rollout.output_tokens) for rollout in rollouts],
+            [rollout.length for rollout in rollouts],
             spec.grpo.loss_normalizer,
             max_new_tokens=max(pool.max_new_tokens for pool in spec.samplers),
         )

@@ -246,10 +246,8 @@ def answer_probability(
     shape = packed.batch.tokens.shape
     flat = jax.tree.map(lambda x: x.reshape(-1, shape[-1]), packed.batch)
     logprobs = packed.gather(score_rows(spec, mesh, programs, params, flat).reshape(shape))
-    answers = [
-        np.exp(values[trace.answer_start :].sum())
-        for trace, values in zip(traces, logprobs, strict=True)
-    ]
+    begins = [_own(trace)[: trace.answer_start].sum() for trace in traces]
+    answers = [np.exp(values[begin:].sum()) for begin, values in zip(begins, logprobs, strict=True)]
     return float(np.mean(answers))
 
 
@@ -277,10 +275,11 @@ def _short_run(spec: RunSpec, start: WarmStart) -> RunSpec:
 
 def _rows(spec: RunSpec, traces: Sequence[Trace], answer_weight: float) -> CorpusRows:
     """Packed rows of an update; an answer's tokens weigh `answer_weight`, the thinking's 1."""
-    packed = _pack(spec, traces, microbatch_bound(spec))
-    weights = [np.ones(len(trace.output_tokens), np.float32) for trace in traces]
-    for trace, weight in zip(traces, weights, strict=True):
+    packed, weights = _pack(spec, traces, microbatch_bound(spec)), []
+    for trace in traces:
+        weight = np.ones(len(trace.output_tokens), np.float32)
         weight[trace.answer_start :] = answer_weight
+        weights.append(weight[_own(trace)])
     length = spec.learner.packing.tokens
     batch = jax.tree.map(lambda x: x.reshape(-1, length), packed.batch)
     return CorpusRows(batch, packed.scatter(weights).reshape(-1, length))
@@ -288,11 +287,20 @@ def _rows(spec: RunSpec, traces: Sequence[Trace], answer_weight: float) -> Corpu
 
 def _pack(spec: RunSpec, traces: Sequence[Trace], microbatches: int | None = None) -> Packed:
     samples = [
-        Sample(np.asarray(t.prompt_tokens, np.int32), np.asarray(t.output_tokens, np.int32))
-        for t in traces
+        Sample(
+            np.asarray(trace.prompt_tokens, np.int32),
+            np.asarray(trace.output_tokens, np.int32),
+            None if trace.own is None else _own(trace),
+        )
+        for trace in traces
     ]
     packing = spec.learner.packing
     return pack(samples, tokens=packing.tokens, rows=packing.rows, microbatches=microbatches)
+
+
+def _own(trace: Trace) -> np.ndarray:
+    """Return which output tokens of a trace the policy is to say, bool [n]."""
+    return np.asarray(trace.own or [True] * len(trace.output_tokens), bool)
 
 
 def draw_initial_model(run_dir: Path, log: logging.Logger) -> None:
@@ -403,13 +411,17 @@ def _continue(
 
 def sampled_right(
     spec: RunSpec, config: ModelConfig, params: Any, data: WarmStartData, split: Split
-) -> float:
+) -> float | None:
     """Share of problems that the model, sampled as the run samples, answers as the traces do.
 
     An answer counts where it is the trace's token for token, behind the only `</think>`; a run's
-    grader may accept more.
+    grader may accept more. Problems of several turns are left out, because no environment answers
+    the model here; None where no other problem was drawn.
     """
-    traces = data.traces(np.random.default_rng([spec.seed, 3]), SAMPLED_PROBLEMS, split)
+    drawn = data.traces(np.random.default_rng([spec.seed, 3]), SAMPLED_PROBLEMS, split)
+    traces = [trace for trace in drawn if trace.own is None]
+    if not traces:
+        return None
     outputs = sample(spec, config, params, [t.prompt_tokens for t in traces], data.eos_token_id)
     right = 0
     for trace, output in zip(traces, outputs, strict=True):
@@ -419,14 +431,19 @@ def sampled_right(
     return right / len(traces)
 
 
-def log_accuracy(right: Mapping[str, float], probability: float, log: logging.Logger) -> None:
+def log_accuracy(
+    right: Mapping[str, float | None], probability: float, log: logging.Logger
+) -> None:
     """Logs how often the model is right by itself, with what to do where it never is."""
+    train, held_out = right["train"], right["held_out"]
+    if train is None or held_out is None:
+        log.info("P(answer) %.3f is that after given thinking and observations", probability)
+        return
     figures = (
-        f"sampled at temperature 1: {right['train']:.0%} of training problems and "
-        f"{right['held_out']:.0%} of held-out ones are right; P(answer) {probability:.3f} is that "
-        "after given thinking"
+        f"sampled at temperature 1: {train:.0%} of training problems and {held_out:.0%} of "
+        f"held-out ones are right; P(answer) {probability:.3f} is that after given thinking"
     )
-    if right["train"] >= FEW_RIGHT:
+    if train >= FEW_RIGHT:
         log.info("%s", figures)
     else:
         log.warning(

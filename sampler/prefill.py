@@ -3,7 +3,7 @@
 It returns the log-probs of given output tokens under a published policy version, and imports
 neither vLLM nor JAX. A validator loads it by name (`verify.plugins.PrefillEngine`, entry point
 `torch`). Its results equal those of the JAX engine up to rounding. The body is transformers' own
-model, in `learner.compute_dtype`. The head sees only the positions that predict an output token, a
+model, in `learner.compute_dtype`. The head sees only the positions that predict a sampled token, a
 chunk at a time, so [B, T, V] never exists. It multiplies the rounded states of the body in float32.
 
 Each device of the validator holds a *stage*: consecutive layers; the first also the embedding, the
@@ -173,7 +173,7 @@ def _facts(
     temperature: float,
     wanted: Wanted,
 ) -> TokenFacts:
-    """Return the facts of the output tokens of a batch, one rollout after the other.
+    """Return the facts of the sampled tokens of a batch, one rollout after the other.
 
     Args:
         head: f32 [V, D].
@@ -183,10 +183,12 @@ def _facts(
         wanted: facts to compute.
     """
     device = head.device
-    counts = [len(each.output_tokens) for each in batch]
+    sampled = [each.output_tokens[each.sampled] for each in batch]
+    counts = [len(tokens) for tokens in sampled]
     keys = np.array([each.noise_key or (0, 0) for each in batch], np.int32)
-    tokens = np.concatenate([each.output_tokens for each in batch])
-    fields = [tokens, spans([0] * len(batch), counts), *np.repeat(keys, counts, axis=0).T]
+    positions = [np.arange(count) for count in counts]
+    noise_keys = np.repeat(keys, counts, axis=0).T
+    fields = [np.concatenate(sampled), np.concatenate(positions), *noise_keys]
     columns = upload(np.stack(fields).astype(np.int32), device)  # i32 [4, N]: those of `Drawn`
     ends = {each.end_token for each in batch if each.end_token is not None}
     vocabulary = Vocabulary.of(torch.arange(len(head), dtype=torch.int32, device=device)[None, :])
@@ -312,7 +314,7 @@ def hidden_states(
         device: of the model's first layers; the states are on that of its last.
 
     Yields:
-        Indices of the rollouts of a batch, and the states [N, D] that produced their N output
+        Indices of the rollouts of a batch, and the states [N, D] that produced their N sampled
         tokens, in the compute type, one rollout after the other.
     """
     lengths = [len(each.prompt_tokens) + len(each.output_tokens) for each in inputs]
@@ -325,8 +327,8 @@ def hidden_states(
         batch = [inputs[member] for member in members]
         texts = [np.concatenate([each.prompt_tokens, each.output_tokens]) for each in batch]
         states = body(input_ids=_padded(texts, device), use_cache=False).last_hidden_state
-        starts = [len(each.prompt_tokens) - 1 for each in batch]
-        yield members, _rows(states, starts, [len(each.output_tokens) for each in batch])
+        places = [len(each.prompt_tokens) - 1 + each.sampled for each in batch]
+        yield members, _rows(states, places)
 
 
 def batches_by_length(lengths: Sequence[int], *, positions: int) -> Iterator[list[int]]:
@@ -365,7 +367,7 @@ def _continued(
         states = body(
             input_ids=_padded(prompts, device), past_key_values=cache, use_cache=True
         ).last_hidden_state
-        firsts = _rows(states, [len(prompt) - 1 for prompt in prompts], [1] * len(prompts))  # [U,D]
+        firsts = _rows(states, [np.array([len(prompt) - 1]) for prompt in prompts])  # [U, D]
         members = [member for numbers in same for member in numbers]
         prompt_of = [row for row, numbers in enumerate(same) for _ in numbers]
         sizes = [
@@ -387,7 +389,7 @@ def _outputs(
     batch: Sequence[PrefillInput],
     device: torch.device,
 ) -> torch.Tensor:
-    """Compute states [N, D] of outputs that continue prompts.
+    """Compute the states [N, D] that produced the sampled tokens of outputs that continue prompts.
 
     Args:
         body: the model.
@@ -397,10 +399,9 @@ def _outputs(
         batch: the B rollouts.
         device: of the model's first layers.
     """
-    counts = [len(each.output_tokens) for each in batch]
     layers = prompts.layers
     firsts = firsts[upload(rows, firsts.device)]  # [B, D]
-    if max(counts) == 1:
+    if max(len(each.output_tokens) for each in batch) == 1:
         return firsts
     here = {at: upload(rows, at) for at in {each.keys.device for each in layers}}
     # The last token of an output produces none.
@@ -420,7 +421,7 @@ def _outputs(
         past_key_values=DynamicCache(copied),
         use_cache=True,
     ).last_hidden_state
-    return _rows(torch.cat([firsts[:, None], states], 1), [0] * len(batch), counts)
+    return _rows(torch.cat([firsts[:, None], states], 1), [each.sampled for each in batch])
 
 
 def _padded(texts: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
@@ -431,19 +432,12 @@ def _padded(texts: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
     return upload(tokens, device)
 
 
-def _rows(states: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
-    """Return [N, D] of states [B, T, D]: `counts` positions of each row from its start."""
-    offsets = np.arange(len(states)) * states.shape[1] + starts
-    places = spans(offsets, counts)
-    return states.flatten(0, 1)[upload(places, states.device)]
+def _rows(states: torch.Tensor, places: Sequence[np.ndarray]) -> torch.Tensor:
+    """Return [N, D] of states [B, T, D]: those at the given positions of each row."""
+    flat = np.concatenate([row * states.shape[1] + at for row, at in enumerate(places)])
+    return states.flatten(0, 1)[upload(flat, states.device)]
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy an array to a device without waiting for the device."""
     return torch.from_numpy(array).to(device, non_blocking=True)
-
-
-def spans(starts: Sequence[int] | np.ndarray, counts: Sequence[int]) -> np.ndarray:
-    """Return i64 [sum of counts]: for each start `count` consecutive numbers."""
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)

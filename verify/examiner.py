@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,26 +14,30 @@ import numpy as np
 from runspec.core.errors import UserError, one_line
 from runspec.core.schema import RunSpec
 from verify.checks import Examination, Subject, examine
-from verify.checks.prefill import logprob_diff, prefill_checks, several_versions
+from verify.checks.prefill import logprob_diff, not_recomputed, prefill_checks
 from verify.checks.rows import (
     DUPLICATE_CHECKS,
     GRADE_CHECKS,
     ROW_CHECKS,
+    TURN_CHECKS,
     Rejected,
     fingerprints,
     open_rows,
 )
 from verify.formats.lease import Lease, assignments
 from verify.formats.submission import Rollout, max_submission_bytes
+from verify.formats.turns import gaps as gaps_of
 from verify.formats.verdict import MAX_FAULT, RolloutVerdict
 from verify.plugins import Graded, PrefillEngine, TaskSet
 from verify.profile import limits_by_pool
-from verify.recompute import Recomputed, grade, prefill_request, recompute
+from verify.recompute import Recomputed, Replayed, grade, prefill_request, recompute, replay
 from verify.truncation import Truncation
 from verify.watchdog import Stages
 
 WEIGHTS_S = 600.0
 """Seconds that submissions stay claimed while their version is fetched."""
+_REPLAYS = 32
+"""Rollouts of several turns that are replayed at once; their environments run in processes."""
 _MOST = 0.9
 """Share of `WEIGHTS_S` after which a failed fetch counts as late. A fetch gives up before an
 attempt that would end after the deadline."""
@@ -128,6 +133,7 @@ class Examiner:
         self._stages = stages or Stages()
         self._pools = {pool.name: pool for pool in spec.samplers}
         self._limits = limits_by_pool(spec)
+        self._replaying = ThreadPoolExecutor(_REPLAYS, thread_name_prefix="replay")
 
     def examine(self, files: Sequence[SubmissionFile]) -> list[Verdict]:
         """Examine submissions together; those of one version share a prefill.
@@ -160,9 +166,25 @@ class Examiner:
         if found.reason:
             return _Case(subject, found, {})
         with self._stages.of("grading", file.submission):
-            grades, faults = grade(subject.rollouts, subject.assignments, self._task_set)
+            subject = replace(subject, replays=self._replays(subject))
+            found = examine(TURN_CHECKS, subject, found)
+        if found.reason:
+            return _Case(subject, found, {})
+        with self._stages.of("grading", file.submission):
+            replays = map(subject.replay_of, subject.rollouts)
+            episodes = [each.episode if each else None for each in replays]
+            grades, faults = grade(subject.rollouts, subject.assignments, self._task_set, episodes)
         subject = replace(subject, grades=grades)
         return _Case(subject, examine(GRADE_CHECKS, subject, found), faults)
+
+    def _replays(self, subject: Subject) -> dict[tuple[int, int], Replayed]:
+        """Play the rows whose tasks have several turns, side by side."""
+        pairs = [(row, subject.episode_of(row)) for row in subject.rollouts]
+        several = [(row, episode) for row, episode in pairs if episode is not None]
+        found = self._replaying.map(lambda each: replay(each[0], each[1], subject.pool), several)
+        return {
+            (row.group, row.sample): each for (row, _), each in zip(several, found, strict=True)
+        }
 
     def _open(self, file: SubmissionFile) -> Subject:
         lease, spec = file.lease, self._spec
@@ -214,10 +236,11 @@ class Examiner:
                     c.subject.lease,
                     seeded=c.subject.pool.sampling.seeded,
                     end_token=self._task_set.eos_token_id,
+                    between=replayed.between if (replayed := c.subject.replay_of(row)) else None,
                 )
                 for c in alike
                 for row in c.subject.rollouts
-                if row.is_of_its_version
+                if c.subject.can_be_recomputed(row)
             ]
             found: Iterator[Recomputed] = iter(())
             if requests:
@@ -237,8 +260,11 @@ class Examiner:
                         )
                     )
             for case in alike:
-                rows = case.subject.rollouts
-                recomputed = [next(found) if row.is_of_its_version else None for row in rows]
+                subject = case.subject
+                recomputed = [
+                    next(found) if subject.can_be_recomputed(row) else None
+                    for row in subject.rollouts
+                ]
                 with self._stages.of("prefill checks", case.subject.submission):
                     done.append(_against_prefill(case, recomputed))
         return done
@@ -252,7 +278,7 @@ def _against_prefill(case: _Case, recomputed: list[Recomputed | None]) -> _Case:
         found = examine(prefill_checks(subject.pool), subject, found, rows)
     for number, row in enumerate(subject.rollouts):
         if recomputed[number] is None:
-            found.results[number].append(several_versions(row))
+            found.results[number].append(not_recomputed(row))
     return replace(case, subject=subject, examination=found)
 
 
@@ -281,6 +307,9 @@ def _row_verdict(
     graded = (subject.grades[number] if subject.grades else None) or Graded(0.0, 0.0, 0.0)
     recomputed = subject.recomputed[number] if subject.recomputed else None
     noise, gaps = subject.limits.gap_noise, recomputed.seeded_gap if recomputed else None
+    replayed = subject.replay_of(rollout)
+    played = replayed is not None and replayed.episode.fault is None
+    between, between_lengths = gaps_of(replayed.between if replayed and played else None)
     return RolloutVerdict(
         submission=subject.submission,
         row=number,
@@ -296,4 +325,6 @@ def _row_verdict(
         fingerprints=subject.fingerprints[number] if subject.fingerprints else [],
         gap_excess=None if noise is None or gaps is None else noise.excess(gaps),
         answered=graded.answered,
+        between=between,
+        between_lengths=between_lengths,
     )

@@ -64,6 +64,25 @@ class GraderFault(Exception):
     """Raised if the grader itself failed. The group is dropped, and the worker is not at fault."""
 
 
+class Episode(Protocol):
+    """One rollout of several turns, as a worker plays it and a validator replays it."""
+
+    per_turn: int
+    """Tokens of a turn, at most; see `verify.formats.turns.turn_room`."""
+    fault: GraderFault | None
+    """Why the environment failed at the newest turn, or at its start."""
+
+    def follow(self, turns: Sequence[Sequence[int]]) -> list[int] | None:
+        """Play the newest turn.
+
+        Args:
+            turns: the policy's tokens of all turns so far; the first turn begins anew.
+
+        Returns:
+            The tokens between this turn and the next; None if the rollout is over.
+        """
+
+
 @dataclass(frozen=True)
 class GradeItem:
     """One output to grade."""
@@ -73,7 +92,9 @@ class GradeItem:
     target: int | None
     """Length that the prompt asked for, in tokens."""
     output_tokens: Sequence[int]
-    """Output tokens, the end token included."""
+    """Output tokens of all turns, end tokens included."""
+    episode: Episode | None = None
+    """The episode of several turns, played to its end; None for one turn."""
 
 
 class TaskSet(Protocol):
@@ -90,8 +111,12 @@ class TaskSet(Protocol):
 
     def problem(self, index: int) -> Problem: ...
 
-    def prompt_tokens(self, index: int, target: int | None) -> list[int]:
-        """Return the prompt tokens of a problem."""
+    def prompt_tokens(self, index: int, target: int | None, seed: int = 0) -> list[int]:
+        """Return the prompt tokens of a problem; those of several turns may depend on a seed."""
+
+    def episode(self, index: int, seed: int) -> Episode | None:
+        """Return a new episode of a problem; None if it has one turn."""
+        return None
 
     def grade_all(self, items: Sequence[GradeItem]) -> list[Graded | GraderFault]:
         """Grade outputs, in the order given; several threads may call this at once.
@@ -122,6 +147,8 @@ class Trace:
     answer_start: int
     """Index in `output_tokens` of the answer's first token. The answer goes to the end, the end
     token included, so the product of its probabilities is the chance of a right answer."""
+    own: list[bool] | None = None
+    """Which of `output_tokens` the policy is to say; None: all of them."""
 
 
 class WarmStartData(Protocol):
@@ -152,11 +179,20 @@ class PrefillInput:
     prompt_tokens: np.ndarray
     """i32 [P]."""
     output_tokens: np.ndarray
-    """i32 [n]."""
+    """i32 [n]: all that follows the prompt, up to the last token that the policy sampled."""
     noise_key: tuple[int, int] | None
     """Words of `verify.noise.noise_key`; None where sampling was not seeded."""
     end_token: int | None = None
     """The end token, if sampling was not seeded and `PrefillOutput.choices` is wanted."""
+    own: np.ndarray | None = None
+    """bool [n]: the output's m tokens that the policy sampled, the first and the last among them;
+    None if it sampled all. The numbers of `PrefillOutput` are of these alone, and so is the
+    position of the noise: the index among them."""
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """Indices into `output_tokens` of the tokens that the policy sampled, [m]."""
+        return np.arange(len(self.output_tokens)) if self.own is None else np.flatnonzero(self.own)
 
 
 def by_prompt(inputs: Sequence[PrefillInput]) -> list[list[int]]:
@@ -188,14 +224,14 @@ def require_fits(inputs: Sequence[PrefillInput], row_tokens: int) -> None:
 
 @dataclass(frozen=True)
 class PrefillOutput:
-    """Numbers of each output token under the policy version."""
+    """Numbers of each token that the policy sampled, m of them, under the policy version."""
 
     logprobs: np.ndarray
-    """f32 [n]: log_softmax(logits / T) at the output token, after top-k / top-p."""
+    """f32 [m]: log_softmax(logits / T) at the output token, after top-k / top-p."""
     hidden: np.ndarray
-    """u16 [n, D]: bits of the bf16 final hidden state, after the last norm, that produced it."""
+    """u16 [m, D]: bits of the bf16 final hidden state, after the last norm, that produced it."""
     seeded_gap: np.ndarray | None
-    """f32 [n]: max_v(logits_v / T + noise_v) minus the value at the output token; 0 if that is the
+    """f32 [m]: max_v(logits_v / T + noise_v) minus the value at the output token; 0 if that is the
     maximum."""
     choices: Choices | None = None
     """Numbers of the distributions of unseeded tokens (`verify.truncation.describe`)."""

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from runspec.core.errors import UserError
+from runspec.core.schema import SamplerPool
 from verify import plugins
 from verify.formats.lease import Assignment, Lease
 from verify.formats.submission import Rollout
+from verify.formats.turns import gaps, joined, split_turns, turn_room
 from verify.noise import exponential, gumbel, noise_key, token_words
 from verify.toploc import MalformedProof
 from verify.toploc.statistics import ChunkStatistics, verify_proofs_batch
@@ -58,17 +60,73 @@ class PrefillRequest:
 
 
 def prefill_request(
-    rollout: Rollout, lease: Lease, *, seeded: bool, end_token: int | None
+    rollout: Rollout,
+    lease: Lease,
+    *,
+    seeded: bool,
+    end_token: int | None,
+    between: Sequence[Sequence[int]] | None = None,
 ) -> PrefillRequest:
     """Return the request of a rollout: for gaps if it is seeded, else for distributions.
 
-    Without an end token it does not ask for distributions.
+    Args:
+        rollout: a row of a submission.
+        lease: its lease.
+        seeded: whether its pool samples seeded.
+        end_token: without one it does not ask for distributions.
+        between: the tokens between its turns; None if the task has one turn.
     """
     key = noise_key(lease.seed, rollout.group, rollout.sample) if seeded else None
     end = None if seeded else end_token
+    whole = joined(rollout.output_tokens, rollout.turns, *gaps(between))
     return PrefillRequest(
-        plugins.PrefillInput(rollout.prompt_tokens, rollout.output_tokens, key, end), rollout.proofs
+        plugins.PrefillInput(rollout.prompt_tokens, whole.tokens, key, end, whole.own),
+        rollout.proofs,
     )
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a validator's replay of a rollout of several turns came to."""
+
+    between: list[list[int]]
+    """Tokens after each turn but the last."""
+    limits: list[int]
+    """Tokens that each turn could have, at most."""
+    goes_on: bool
+    """Whether the environment would have had another turn, and there was room for it."""
+    episode: plugins.Episode
+    """Played to its end."""
+
+
+def replay(rollout: Rollout, episode: plugins.Episode, pool: SamplerPool) -> Replayed:
+    """Play a rollout's turns as its worker has to have played them, up to where they end.
+
+    Args:
+        rollout: whose turns add up to its output, none of them empty.
+        episode: a new one of its problem and group.
+        pool: its limits.
+    """
+    turns = [turn.tolist() for turn in split_turns(rollout.output_tokens, rollout.turns)]
+    longest = pool.max_model_len - len(rollout.prompt_tokens)
+    between: list[list[int]] = []
+    limits = [turn_room(episode.per_turn, pool.max_new_tokens, longest)]
+    sequence = own = 0
+    following: list[int] | None = None
+    for number, turn in enumerate(turns, start=1):
+        following = episode.follow(turns[:number])
+        if following is None:
+            break
+        own += len(turn)
+        sequence += len(turn) + len(following)
+        left = pool.max_new_tokens - own, longest - sequence
+        if not (room := turn_room(episode.per_turn, *left)):
+            following = None
+            break
+        if number < len(turns):
+            between.append(following)
+            limits.append(room)
+    return Replayed(between, limits, following is not None, episode)
 
 
 def recompute(
@@ -126,16 +184,21 @@ def _require_finite(output: plugins.PrefillOutput, version: int) -> None:
 
 
 def grade(
-    rollouts: Sequence[Rollout], given: Sequence[Assignment], task_set: plugins.TaskSet
+    rollouts: Sequence[Rollout],
+    given: Sequence[Assignment],
+    task_set: plugins.TaskSet,
+    episodes: Sequence[plugins.Episode | None],
 ) -> tuple[list[plugins.Graded | None], dict[int, str]]:
-    """Grade every rollout.
+    """Grade every rollout; those of several turns by their episodes, played to the end.
 
     Returns:
         The grades (None in groups whose grader failed), and the grader's errors by group.
     """
     items = [
-        plugins.GradeItem(given[r.group].problem, given[r.group].target, r.output_tokens.tolist())
-        for r in rollouts
+        plugins.GradeItem(
+            given[r.group].problem, given[r.group].target, r.output_tokens.tolist(), episode
+        )
+        for r, episode in zip(rollouts, episodes, strict=True)
     ]
     results = task_set.grade_all(items)
     faults: dict[int, str] = {}
@@ -317,15 +380,15 @@ def token_facts(
 def outputs_of(
     facts: TokenFacts, inputs: Sequence[plugins.PrefillInput]
 ) -> list[plugins.PrefillOutput]:
-    """Divide the numbers of output tokens, numpy arrays, among their rollouts, in order.
+    """Divide the numbers of sampled tokens, numpy arrays, among their rollouts, in order.
 
     Args:
-        facts: numbers of at least all tokens of the rollouts; the rest is left out.
+        facts: numbers of at least all sampled tokens of the rollouts; the rest is left out.
         inputs: the rollouts.
     """
     outputs, begin = [], 0
     for each in inputs:
-        own = slice(begin, begin + len(each.output_tokens))
+        own = slice(begin, begin + len(each.sampled))
         begin = own.stop
         gaps = None if each.noise_key is None else facts.gaps[own]
         choices = None

@@ -27,7 +27,15 @@ from verify.examiner import Examiner, SubmissionFile, Verdict
 from verify.formats.lease import Lease, assignments, lease_digest, sign_lease
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission
 from verify.noise import noise_key
-from verify.plugins import Graded, GradeItem, GraderFault, PrefillInput, PrefillOutput, Problem
+from verify.plugins import (
+    Graded,
+    GradeItem,
+    GraderFault,
+    PrefillInput,
+    PrefillOutput,
+    Problem,
+    TaskSet,
+)
 from verify.recompute import prefill_request, recompute
 from verify.thresholds import Limits, limits_for
 from verify.toploc import build_proofs_batch
@@ -40,7 +48,7 @@ ROLLOUTS = GROUPS * GROUP_SIZE
 
 
 @dataclass
-class LettersTask:
+class LettersTask(TaskSet):
     """Problems are beginnings of text; the reward is the share of letters in the output."""
 
     prompts: np.ndarray
@@ -55,7 +63,7 @@ class LettersTask:
     def problem(self, index: int) -> Problem:
         return Problem(f"text-{index}", "letters", "", {})
 
-    def prompt_tokens(self, index: int, target: int | None) -> list[int]:
+    def prompt_tokens(self, index: int, target: int | None, seed: int = 0) -> list[int]:
         tokens: list[int] = self.prompts[index].tolist()
         return tokens
 

@@ -36,10 +36,16 @@ from runspec.core.schema.schema_fields import (
     named_item,
     schema_fields,
 )
-from runspec.core.schema.source_files import MONITOR_GROUP, REWARD_GROUP, SOURCE_GROUP
+from runspec.core.schema.source_files import (
+    ENVIRONMENT_GROUP,
+    MONITOR_GROUP,
+    REWARD_GROUP,
+    SOURCE_GROUP,
+)
 from runspec.lint import RULES, Group, Rule
 
 _KINDS = {
+    ENVIRONMENT_GROUP: ("environment", "reward: [{{name: ..., kind: {}}}]"),
     MONITOR_GROUP: ("monitor", "monitors: [{{name: ..., kind: {}}}]"),
     REWARD_GROUP: ("reward", "reward: [{{name: ..., kind: {}}}]"),
     SOURCE_GROUP: ("source", "data: {{sources: [{{name: ..., kind: {}, ...}}]}}"),

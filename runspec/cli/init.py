@@ -30,7 +30,15 @@ from runspec.local.machine import find_model, gpu_names
 from runspec.lock import is_repository
 
 TemplateName = Literal[
-    "laptop", "problems", "sums", "model", "node-8gpu", "tpu-and-volunteers", "pretrain", "sft"
+    "laptop",
+    "problems",
+    "sums",
+    "tools",
+    "model",
+    "node-8gpu",
+    "tpu-and-volunteers",
+    "pretrain",
+    "sft",
 ]
 SPEC, SECOND_SPEC, SCHEMA = "spec.yaml", "rl.yaml", "runspec.schema.json"
 PROBLEMS, CONVERSATIONS = "problems.jsonl", "conversations.jsonl"
@@ -135,7 +143,10 @@ def initial_files(template: TemplateName, name: str, model: str | None = None) -
     # 500 problems or conversations to start with, until a person has put others in their place.
     pairs = [(a, b) for a in range(20) for b in range(25)]
     if f"uri: {PROBLEMS}" in spec:
-        files[PROBLEMS] = _lines(_problem(a, b, f"What is {a} + {b}?") for a, b in pairs)
+        rows = (_problem(a, b, f"What is {a} + {b}?") for a, b in pairs)
+        if template == "tools":
+            rows = (_product(a, b) for a in range(11, 99) for b in range(11, 99))
+        files[PROBLEMS] = _lines(rows)
     if f"uri: {CONVERSATIONS}" in spec:
         talks = (_talk(f"What is {a} + {b}?", f"{a + b}.") for a, b in pairs)
         files[CONVERSATIONS] = _lines(talks)
@@ -287,6 +298,12 @@ def _problem(a: int, b: int, prompt: str) -> dict[str, Any]:
         "prompt": prompt,
         "verification_info": {"ground_truth": str(a + b)},
     }
+
+
+def _product(a: int, b: int) -> dict[str, Any]:
+    known = {"ground_truth": str(a * b), "expression": f"{a}*{b}"}
+    about = {"problem_id": f"{a}*{b}", "task_type": "calculator", "prompt": f"{a}*{b}=?"}
+    return {**about, "verification_info": known}
 
 
 def _talk(prompt: str, answer: str) -> dict[str, Any]:

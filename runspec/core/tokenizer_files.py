@@ -171,13 +171,16 @@ class ChatTemplate:
             said = named[_DEFAULT]
         return None if said is None else cls(said, files.special_tokens, files.place)
 
-    def render(self, messages: Objects) -> str:
+    def render(self, messages: Objects, tools: Objects | None = None) -> str:
         """Render a conversation as text, up to the start of the model's turn.
+
+        Args:
+            messages, tools: as of `spans`.
 
         Raises:
             UserError: the template fails or refuses.
         """
-        return self._rendered(messages, prompt=True)
+        return self._rendered(messages, tools, prompt=True)
 
     @property
     def marks_assistant(self) -> bool:

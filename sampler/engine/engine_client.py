@@ -3,7 +3,8 @@
 Everything here runs on the engine's event loop.
 
 Invariants:
-1. A sequence in vLLM has a slot; without a free one it waits, in the order of submission.
+1. A sequence in vLLM has a slot; without a free one it waits, in the order of submission. It keeps
+   the slot over all its turns, each of which is a request that begins with the turns before.
 2. A slot is free again only when vLLM's workers hold no row of it: its record was fetched or, after
    an abort, forgotten.
 3. While admission is closed (a version is being changed) no sequence enters and no result leaves.
@@ -16,8 +17,8 @@ import itertools
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,8 +73,12 @@ class _Sequence:
     index: int
     slot: Slot
     name: str
-    output: Any = None
-    """Output of vLLM, once finished."""
+    in_core: str
+    """Name of the newest turn's request in vLLM."""
+    turns: list[list[int]] = field(default_factory=list)
+    """Tokens of the turns that are finished."""
+    reason: str = ""
+    """Why the last turn ended, once the sequence is finished."""
 
 
 class EngineClient:
@@ -104,6 +109,8 @@ class EngineClient:
         self.salt = "0"
         """Cached keys and values are reused only if they were computed under this salt."""
         self._tasks: set[asyncio.Task[None]] = set()
+        # As many as sequences: an environment may wait, and the others' turns go on.
+        self._players = ThreadPoolExecutor(core.ranks * MAX_SEQUENCES, "episode")
         self._collector = asyncio.ensure_future(self._collect())
 
     def open(self) -> None:
@@ -145,7 +152,7 @@ class EngineClient:
             for victim in victims:
                 del self._live[victim.name]
             if victims:
-                await self.core.abort([victim.name for victim in victims])
+                await self.core.abort([victim.in_core for victim in victims])
             for rank in {victim.slot.rank for victim in victims}:
                 slots = [v.slot.number for v in victims if v.slot.rank == rank]
                 await self.core.rpc_of(rank, "forget", slots=slots)
@@ -166,6 +173,7 @@ class EngineClient:
 
     def close(self) -> None:
         """Cancel the tasks of this client."""
+        self._players.shutdown(wait=False, cancel_futures=True)
         for task in (*self._tasks, self._collector):
             task.cancel()
 
@@ -174,19 +182,37 @@ class EngineClient:
             if (slot := self._slots.take()) is None:
                 return
             submission, index = self._waiting.popleft()
-            sequence = _Sequence(submission, index, slot, str(next(self._names)))
+            name = str(next(self._names))
+            sequence = _Sequence(submission, index, slot, name, name)
             self._live[sequence.name] = sequence
             task = asyncio.ensure_future(self._sample(sequence))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _sample(self, sequence: _Sequence) -> None:
+        """Sample all turns of a sequence. Its slot stays its own, so that the record is one."""
         request, slot = sequence.submission.requests[sequence.index], sequence.slot
+        text, own, turns = list(request.prompt_tokens), 0, sequence.turns
         try:
-            params = _sampling_params(request, slot.number)
-            sequence.output = await self.core.generate(
-                sequence.name, request.prompt_tokens, self.salt, params, slot.rank
-            )
+            while (room := request.room(len(text) - len(request.prompt_tokens), own)) > 0:
+                params = _sampling_params(request, slot.number, room, offset=own)
+                answer = await self.core.generate(
+                    sequence.in_core, text, self.salt, params, slot.rank
+                )
+                turns.append(list(answer.outputs[0].token_ids))
+                sequence.reason = answer.outputs[0].finish_reason
+                if request.episode is None or sequence.reason not in ("stop", "length"):
+                    break
+                follow = request.episode.follow
+                between = await asyncio.get_running_loop().run_in_executor(
+                    self._players, follow, list(turns)
+                )
+                if between is None:
+                    break
+                text = [*text, *turns[-1], *between]
+                own += len(turns[-1])
+                await self._open.wait()  # a version may be changing
+                sequence.in_core = str(next(self._names))
         except Exception as error:  # noqa: BLE001 - the futures raise it
             self._failed(error)
             return
@@ -211,16 +237,14 @@ class EngineClient:
             self._admit()
 
     async def _take(self, rank: int, batch: list[_Sequence]) -> None:
-        results = [sequence.output.outputs[0] for sequence in batch]
-        lengths = [len(result.token_ids) for result in results]
+        lengths = [sum(map(len, sequence.turns)) for sequence in batch]
         answers = await self.core.rpc_of(
             rank, "take_recorded", slots=[s.slot.number for s in batch], lengths=lengths
         )
         recorded = next(answer for answer in answers if answer is not None)
-        reasons = [result.finish_reason for result in results]
-        rows = split_recorded(Recorded(**recorded), lengths, reasons)
-        for sequence, result, sampled in zip(batch, results, rows, strict=True):
-            if sampled.output_tokens.tolist() != list(result.token_ids):
+        rows = split_recorded(Recorded(**recorded), lengths, [s.reason for s in batch])
+        for sequence, sampled in zip(batch, rows, strict=True):
+            if sampled.output_tokens.tolist() != [*itertools.chain(*sequence.turns)]:
                 raise RuntimeError("the recorded tokens are not the ones that vLLM returned")
             if sampled.finish_reason not in ("stop", "length"):
                 raise RuntimeError(f"vLLM ended a sequence: {sampled.finish_reason}")
@@ -229,14 +253,15 @@ class EngineClient:
             submission = sequence.submission
             if submission.future.done():  # failed while the record was fetched
                 continue
-            submission.sampled[sequence.index] = sampled
+            turns = [len(turn) for turn in sequence.turns]
+            submission.sampled[sequence.index] = replace(sampled, turns=turns)
             self._ended(1)
             if len(submission.sampled) == len(submission.requests):
                 ordered = [submission.sampled[i] for i in range(len(submission.requests))]
                 submission.future.set_result(ordered)
 
 
-def _sampling_params(request: SampleRequest, slot: int) -> Any:
+def _sampling_params(request: SampleRequest, slot: int, room: int, *, offset: int) -> Any:
     from vllm import SamplingParams
 
     from sampler.engine.worker_extension import sampling_arguments
@@ -246,13 +271,14 @@ def _sampling_params(request: SampleRequest, slot: int) -> Any:
     return _final(
         SamplingParams(
             temperature=0.0,  # the noise is in the logits
-            max_tokens=request.max_new_tokens,
+            max_tokens=room,
             stop_token_ids=[request.end_token],
             ignore_eos=True,  # only our end token counts
             extra_args=sampling_arguments(
                 slot,
                 request.noise_key or unpredictable,
                 request.temperature,
+                offset=offset,
                 top_p=request.top_p,
                 top_k=request.top_k,
             ),

@@ -18,17 +18,19 @@ from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.schema import SamplerPool
+from verify.formats.turns import turn_room
+from verify.plugins import Episode, TaskSet
 from verify.toploc import CHUNK_ROWS, TOP_K, Selection
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One sequence to sample. A group is several requests that differ in `noise_key` alone."""
+    """One rollout to sample. A group is several requests that differ in `noise_key` alone."""
 
     prompt_tokens: Sequence[int]
     max_new_tokens: int
     end_token: int
-    """The only token that ends the sequence; it is part of the output."""
+    """The only token that ends a turn; it is part of the output."""
     temperature: float
     """T > 0."""
     noise_key: tuple[int, int] | None
@@ -37,19 +39,43 @@ class SampleRequest:
     """In (0, 1]; 1 keeps every token."""
     top_k: int = -1
     """-1 keeps every token."""
+    max_length: int = 0
+    """Tokens of the whole sequence, at most, if the rollout has several turns."""
+    episode: Episode | None = None
+    """Says what stands between turns; None if the rollout has one turn."""
+
+    def room(self, sequence: int, own: int) -> int:
+        """Return the most tokens of the next turn, after so many tokens behind the prompt, of which
+        the model sampled `own`."""
+        if self.episode is None:
+            return self.max_new_tokens - own
+        left = self.max_length - len(self.prompt_tokens) - sequence
+        return turn_room(self.episode.per_turn, self.max_new_tokens - own, left)
 
 
 def sample_requests(
     pool: SamplerPool,
-    prompt: Sequence[int],
-    end_token: int,
+    tasks: TaskSet,
+    problem: int,
+    target: int | None,
     noise_keys: Sequence[tuple[int, int] | None],
+    *,
+    seed: int,
 ) -> list[SampleRequest]:
-    """Return the requests for one prompt with a pool's settings, one for each noise key.
+    """Return the requests for one problem with a pool's settings, one for each noise key.
+
+    Args:
+        pool: settings of sampling.
+        tasks: has the problem.
+        problem: its index.
+        target: length that its prompt asks for.
+        noise_keys: one for each rollout.
+        seed: of the problem's episodes, if it has several turns.
 
     Raises:
         UserError: the prompt leaves no room for an answer in the pool's context.
     """
+    prompt = tasks.prompt_tokens(problem, target, seed)
     room = pool.max_model_len - len(prompt)
     if room < pool.max_new_tokens:
         raise UserError(
@@ -63,11 +89,13 @@ def sample_requests(
         SampleRequest(
             prompt_tokens=prompt,
             max_new_tokens=pool.max_new_tokens,
-            end_token=end_token,
+            end_token=tasks.eos_token_id,
             temperature=sampling.temperature,
             noise_key=key,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            max_length=pool.max_model_len,
+            episode=tasks.episode(problem, seed),
         )
         for key in noise_keys
     ]
@@ -75,19 +103,21 @@ def sample_requests(
 
 @dataclass(frozen=True)
 class Sampled:
-    """One sampled sequence, row t of each array belonging to output token t."""
+    """One sampled rollout, row t of each array belonging to the model's token t."""
 
     output_tokens: np.ndarray
-    """i32 [n], the end token included where there is one."""
+    """i32 [n], of all turns, end tokens included."""
     logprobs: np.ndarray
     """f32 [n]: log_softmax(logits / T) at the output token, before any noise."""
     finish_reason: str
-    """`stop` (the end token) or `length`."""
+    """Of the last turn: `stop` (the end token) or `length`."""
     versions: np.ndarray
     """i32 [n]: the policy version that each token was sampled from."""
     selection: Selection
     """Selection of the final hidden states behind the tokens, one chunk for each 32 or rest of
     them: `verify.toploc.build_proofs_of` makes the proofs."""
+    turns: Sequence[int] = ()
+    """Tokens of each turn; empty if there is one."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +176,7 @@ class Recorded:
 def split_recorded(
     recorded: Recorded, lengths: Sequence[int], reasons: Sequence[str]
 ) -> list[Sampled]:
-    """Split a record into its sequences.
+    """Split a record into its sequences, as if each had one turn.
 
     Args:
         recorded: result of `take_recorded(slots, lengths)`.

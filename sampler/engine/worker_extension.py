@@ -52,6 +52,7 @@ def sampling_arguments(
     *,
     top_p: float = 1.0,
     top_k: int = -1,
+    offset: int = 0,
 ) -> dict[str, Any]:
     """Return the `SamplingParams.extra_args` of a request that this processor samples.
 
@@ -60,6 +61,8 @@ def sampling_arguments(
         noise_key: result of `verify.noise.noise_key`.
         temperature: T > 0.
         top_p, top_k: as in `verify.truncation.Truncation`.
+        offset: tokens that the model sampled in earlier turns of the slot's sequence. Noise and
+            record go on after them.
     """
     return {
         "slot": slot,
@@ -67,6 +70,7 @@ def sampling_arguments(
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k if top_k > 0 else _EVERYTHING,
+        "offset": offset,
     }
 
 
@@ -78,6 +82,7 @@ class _Request:
     top_p: float
     top_k: int
     """`_EVERYTHING` keeps every token."""
+    offset: int
     output_tokens: list[int]
     """vLLM's own list: it grows as tokens are sampled."""
 
@@ -93,6 +98,8 @@ class _Rows:
     slots: np.ndarray
     """i64 [B]."""
     rules: Rules
+    offsets: np.ndarray
+    """i64 [B]."""
     outputs: list[list[int]]
 
 
@@ -128,7 +135,7 @@ class SeededSampler(LogitsProcessor):
         rows = self._rows
         if rows is None or rows.batch != len(logits):
             rows = self._rows = self._arrange(len(logits))
-        positions = np.array([len(output) for output in rows.outputs])
+        positions = rows.offsets + [len(output) for output in rows.outputs]
         ours = logits if rows.index is None else logits[rows.index]
         at = on_device(positions.astype(np.int32), self._device)[:, None]
         tokens, logprobs = self._sampler.run(ours, rows.rules, at)
@@ -146,8 +153,8 @@ class SeededSampler(LogitsProcessor):
     def _arrange(self, batch: int) -> _Rows:
         indices = sorted(self._requests)
         requests = [self._requests[i] for i in indices]
-        words = [(r.slot, *r.noise_key, r.top_k) for r in requests]
-        slots, key_0, key_1, top_k = np.array(words, np.int64).T
+        words = [(r.slot, *r.noise_key, r.top_k, r.offset) for r in requests]
+        slots, key_0, key_1, top_k, offsets = np.array(words, np.int64).T
         temperature, top_p = np.array([(r.temperature, r.top_p) for r in requests], np.float32).T
 
         def column(values: np.ndarray, dtype: Any) -> torch.Tensor:
@@ -164,6 +171,7 @@ class SeededSampler(LogitsProcessor):
                 top_p=column(top_p, np.float32) if (top_p < 1.0).any() else None,
                 top_k=column(top_k, np.int32) if (top_k < _EVERYTHING).any() else None,
             ),
+            offsets=offsets,
             outputs=[r.output_tokens for r in requests],
         )
 

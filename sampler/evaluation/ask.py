@@ -32,16 +32,11 @@ from runspec.core.schema import Evaluation, RunSpec, SamplerPool
 from runspec.core.schema.load import MAX_BYTES, parse_resolved
 from runspec.core.schema.role_names import evaluator_pool
 from sampler.engine.requests import Sampled, SampleRequest, sample_requests
-from sampler.tasks.task_set import (
-    Problems,
-    PromptCodec,
-    RunTask,
-    build_evaluation_set,
-    problem_filter,
-)
+from sampler.tasks.prompts import PromptCodec
+from sampler.tasks.task_set import Problems, RunTask, build_evaluation_set, problem_filter
 from verify.formats.documents import Figure, ProblemResult
 from verify.noise import noise_key
-from verify.plugins import Graded, GradeItem, GraderFault
+from verify.plugins import Episode, Graded, GradeItem, GraderFault
 
 if TYPE_CHECKING:
     from sampler.engine.engine import Engine  # its import takes seconds
@@ -72,6 +67,8 @@ class Questions:
     """Answers that are kept whole, the first ones to all problems before any second one."""
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Kept ones by their place."""
+    episodes: dict[int, list[Episode | None]] = field(default_factory=dict)
+    """Of the problems that are being sampled."""
 
     @classmethod
     def of(cls, spec: RunSpec, evaluation: Evaluation, tasks: RunTask) -> Questions:
@@ -95,19 +92,21 @@ class Questions:
             UserError: the prompt leaves no room for an answer.
         """
         seed = hash_parts(*self.seed, self.tasks.problem(index).problem_id)
-        return sample_requests(
-            self.pool,
-            self.tasks.prompt_tokens(index, self.target(index)),
-            self.tasks.eos_token_id,
+        made = sample_requests(
+            *(self.pool, self.tasks, index, self.target(index)),
             [noise_key(seed, 0, sample) for sample in range(self.samples)],
+            seed=int.from_bytes(seed[:8], "big") >> 1,
         )
+        self.episodes[index] = [request.episode for request in made]
+        return made
 
     def graded(self, sampled: Mapping[int, Sequence[Sampled]]) -> dict[int, ProblemResult]:
         """Grade the answers to some problems, given by their index."""
+        unplayed: list[Episode | None] = [None] * self.samples
         items = [
-            GradeItem(index, self.target(index), answer.output_tokens.tolist())
+            GradeItem(index, self.target(index), answer.output_tokens.tolist(), episode)
             for index, answers in sampled.items()
-            for answer in answers
+            for answer, episode in zip(answers, self.episodes.pop(index, unplayed), strict=True)
         ]
         grades = iter(zip(items, self.tasks.grade_all(items), strict=True))
         found = {}

@@ -24,20 +24,33 @@ from runspec.core.process import run_role
 from runspec.core.schema import Reward, RunSpec, Source
 from runspec.core.schema.load import load_resolved
 from runspec.core.schema.schema_fields import close_match
+from runspec.core.tokenizer_files import ASSISTANT
+from sampler.tasks.environment import Call
+from sampler.tasks.environments.calculator import evaluate
 from sampler.tasks.file_source import FileSource
 from sampler.tasks.graders import Graders
 from sampler.tasks.gym import origin_of
-from sampler.tasks.interfaces import Answer, Keep, ProblemSource, make_source, make_term
+from sampler.tasks.interfaces import (
+    Answer,
+    Keep,
+    ProblemSource,
+    Reply,
+    find_kind,
+    make_source,
+    make_term,
+)
 from sampler.tasks.launch import require_graders
+from sampler.tasks.prompts import PromptCodec
 from sampler.tasks.rewards.code_tests import read_tests
 from sampler.tasks.rewards.math import truths_of
-from sampler.tasks.task_set import PromptCodec, problem_filter
+from sampler.tasks.task_set import problem_filter
 from verify.plugins import GraderFault, Problem, load_warm_start_data
 
 NAME = "check"
 TRIED = ("", "0")
 """Trial answers to the first problem of each task type."""
 VERIFICATIONS: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
+    "calculator": lambda known: evaluate(str(known["ground_truth"])),
     "code": read_tests,
     "math": truths_of,
     "reasoning_gym": origin_of,
@@ -138,7 +151,7 @@ def check(spec: RunSpec, model: Path | None) -> Checked:
     for reward in spec.reward:
         _log.info("importing the kind %s of reward", reward.kind)
         with checked.catching(f"reward.{reward.name}", reward.kind):
-            if make_term(reward).role == "task":
+            if make_term(reward).role != "length":
                 rewards.append(reward)
     sources = _read(spec, lambda source: Keep(), checked)
     if len(sources) == len(spec.data.sources):
@@ -247,11 +260,15 @@ def _try_graders(
     _log.info("grading trial answers of %s", ", ".join(sorted(firsts)))
     with checked.catching("reward"):
         require_graders(spec)
+        played = {reward.kind for reward in rewards if find_kind(reward.kind).role != "task"}
         with closing(Graders(rewards, processes=1)) as graders:
             for kind, problem in firsts.items():
-                for answer, result in zip(
-                    TRIED, graders.score([Answer(problem, text) for text in TRIED]), strict=True
-                ):
+                results = (
+                    [_played(graders, problem, text) for text in TRIED]
+                    if kind in played
+                    else graders.score([Answer(problem, text) for text in TRIED])
+                )
+                for answer, result in zip(TRIED, results, strict=True):
                     if isinstance(result, GraderFault):
                         checked.add(
                             f"reward.{names[kind]}",
@@ -259,6 +276,17 @@ def _try_graders(
                             "mend the reward, or the problem: such rollouts are never trained on",
                         )
                         break
+
+
+def _played(graders: Graders, problem: Problem, said: str) -> Reply:
+    """Return the grade of an episode of one turn, or the fault of the call that failed."""
+    (reply,) = graders.play([Call(problem, "start", [0])])
+    if isinstance(reply, dict):
+        (reply,) = graders.play([Call(problem, "step", [reply["state"], said])])
+    if isinstance(reply, dict):
+        transcript = [{"role": ASSISTANT, "content": said}, *reply["messages"]]
+        (reply,) = graders.play([Call(problem, "grade", [reply["state"], transcript])])
+    return reply
 
 
 def _ungraded(source: ProblemSource, kind: str, names: Collection[str]) -> tuple[str, str]:

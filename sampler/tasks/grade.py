@@ -16,10 +16,10 @@ from typing import Any, BinaryIO, TextIO, get_args
 from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
 from runspec.core.schema import Reward
-from runspec.core.schema.source_files import REWARD_GROUP
+from runspec.core.schema.source_files import ENVIRONMENT_GROUP, REWARD_GROUP
 from sampler.tasks.graders import Graders
 from sampler.tasks.interfaces import Answer, Result, completed, find_kind
-from sampler.tasks.task_set import Thinking, answer_in
+from sampler.tasks.prompts import Thinking, answer_in
 from verify.plugins import GraderFault, Problem
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -80,7 +80,8 @@ def run(options: argparse.Namespace) -> int:
 def list_rewards(out: TextIO) -> int:
     """Print every installed kind of reward with its properties."""
     rows = [("kind", "role", "runs in", "repeatable", "offered by")]
-    points = {point.name: point for point in entry_points_of(REWARD_GROUP)}
+    groups = REWARD_GROUP, ENVIRONMENT_GROUP
+    points = {point.name: point for group in groups for point in entry_points_of(group)}
     for name, point in sorted(points.items()):
         source = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
         try:
@@ -92,6 +93,8 @@ def list_rewards(out: TextIO) -> int:
         if kind.role == "task":
             where = "grader process" if kind.isolated else "sandbox of its own"
             repeatable = kind.repeatable
+        elif kind.role == "environment":
+            where, repeatable = "grader process", kind.determinism == "exact"
         rows.append((name, kind.role, where, "yes" if repeatable else "no", source))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:

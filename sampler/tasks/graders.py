@@ -13,11 +13,14 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from runspec.core.schema import Reward
 from sampler.tasks import interfaces as grading
+from sampler.tasks.environment import Call
 from sampler.tasks.interfaces import (
     Answer,
+    Reply,
     Result,
     Score,
     TaskTerm,
@@ -43,16 +46,16 @@ class GradersClosed(RuntimeError):
 
 @dataclass(frozen=True)
 class _Item:
-    """One answer in the queue."""
+    """One answer, or one call of an environment, in the queue."""
 
-    answer: Answer
+    answer: Answer | Call
     message: str
     """The answer as JSON."""
-    future: Future[Result]
-    together: Sequence[Future[Result]]
+    future: Future[Any]
+    together: Sequence[Future[Any]]
     """Futures of all queued answers of the same caller."""
 
-    def finish(self, result: Result) -> None:
+    def finish(self, result: Reply) -> None:
         with suppress(InvalidStateError):  # the caller gave it up
             self.future.set_result(result)
 
@@ -69,14 +72,15 @@ class Graders:
 
     Args:
         rewards: those of the run; terms that judge lengths are left out.
-        processes: most processes, and threads, at once; by default one for each core.
+        processes: most processes, and threads, at once; by default one for each core, and four
+            where environments are played, whose calls may wait.
 
     Raises:
         UserError: a kind that no installed package offers, or settings that a term refuses.
     """
 
     def __init__(self, rewards: Sequence[Reward], *, processes: int | None = None) -> None:
-        self._processes = processes or min(grading.MAX_GRADERS, len(os.sched_getaffinity(0)))
+        cores, each_core = len(os.sched_getaffinity(0)), 1
         self.rules: dict[str, TermRules] = {}
         """Rules of each kind that can be graded."""
         self._threaded: dict[str, TaskTerm] = {}
@@ -85,15 +89,21 @@ class Graders:
             term = make_term(reward)
             if term.role == "length":
                 continue
+            seconds = float(term.timeout_s if reward.timeout is None else reward.timeout)
+            if term.role == "environment":
+                exact = term.determinism == "exact"
+                self.rules[reward.kind] = TermRules(seconds, exact, limits_blame_answer=False)
+                self._isolated.append(reward)
+                each_core = 4
+                continue
             self.rules[reward.kind] = TermRules(
-                timeout_s=float(term.timeout_s if reward.timeout is None else reward.timeout),
-                repeatable=bool(term.repeatable),
-                limits_blame_answer=bool(term.limits_blame_answer),
+                seconds, bool(term.repeatable), bool(term.limits_blame_answer)
             )
             if term.isolated:
                 self._isolated.append(reward)
             else:
                 self._threaded[reward.kind] = term
+        self._processes = processes or min(grading.MAX_GRADERS, each_core * cores)
         self._executor = ThreadPoolExecutor(self._processes, thread_name_prefix="grader")
         self._queue: deque[_Item] = deque()
         self._changed = threading.Condition()
@@ -110,19 +120,32 @@ class Graders:
             UserError: no grader process starts, or a sandbox that a term needs does not work.
             GradersClosed: before all were graded.
         """
-        futures: list[Future[Result]] = []
-        queued: list[Future[Result]] = []
+        found: list[Result] = self._results(answers)
+        return found
+
+    def play(self, calls: Sequence[Call]) -> list[Reply]:
+        """Call environments, as `score` grades: side by side, each with its own deadline.
+
+        Raises:
+            UserError, GradersClosed: as `score`.
+        """
+        found: list[Reply] = self._results(calls)
+        return found
+
+    def _results(self, answers: Sequence[Answer | Call]) -> list[Any]:
+        futures: list[Future[Any]] = []
+        queued: list[Future[Any]] = []
         items: list[_Item] = []
         for answer in answers:
-            kind, future = answer.problem.task_type, Future[Result]()
+            kind, future = answer.problem.task_type, Future[Any]()
             if kind not in self.rules:
                 future.set_result(fault(answer.problem, f"no reward of kind {kind!r}"))
-            elif len(answer.text) > grading.MAX_ANSWER_CHARS:
+            elif isinstance(answer, Answer) and len(answer.text) > grading.MAX_ANSWER_CHARS:
                 reason = (
                     f"an answer of {len(answer.text)} characters, over {grading.MAX_ANSWER_CHARS}"
                 )
                 future.set_result(Score(0.0, reason))
-            elif kind in self._threaded:
+            elif isinstance(answer, Answer) and kind in self._threaded:
                 try:
                     future = self._executor.submit(self._grade_in_thread, answer)
                 except RuntimeError as error:  # it is shut down
@@ -235,7 +258,8 @@ class Graders:
             while items:
                 item = items[0]
                 rules = self.rules[item.answer.problem.task_type]
-                item.finish(grading.result_of(item.answer, process.answer(rules.timeout_s), rules))
+                reply = process.answer(rules.timeout_s)
+                item.finish(grading.outcome_of(item.answer, reply, rules))
                 items.popleft()
         except GraderLost as lost:
             with self._changed:
@@ -252,14 +276,16 @@ class Graders:
         return True
 
 
-def _message(answer: Answer) -> str | GraderFault:
-    """Return an answer as JSON for a grader process, or why there is none."""
+def _message(answer: Answer | Call) -> str | GraderFault:
+    """Return an answer or a call as JSON for a grader process, or why there is none."""
     problem = answer.problem
-    message = {"kind": problem.task_type, "answer": answer.text, **vars(problem)}
+    text, call = (answer.text, None) if isinstance(answer, Answer) else ("", answer)
+    message = {"kind": problem.task_type, "answer": text, **vars(problem)}
+    message["call"] = None if call is None else [call.function, call.arguments]
     try:
-        text = json.dumps(message | {"verification": dict(problem.verification)})
+        line = json.dumps(message | {"verification": dict(problem.verification)})
     except (TypeError, ValueError, RecursionError) as error:
         return fault(problem, f"its verification is no JSON: {error}")
-    if len(text) > MAX_ITEM_BYTES:
-        return fault(problem, f"{len(text)} bytes to grade are over the limit")
-    return text
+    if len(line) > MAX_ITEM_BYTES:
+        return fault(problem, f"{len(line)} bytes to grade are over the limit")
+    return line

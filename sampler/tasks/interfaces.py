@@ -30,7 +30,14 @@ from runspec.core.canonical import hash_parts
 from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError, describe_error
 from runspec.core.schema import Reward, Source
-from runspec.core.schema.source_files import REWARD_GROUP, SOURCE_GROUP, installed_kinds
+from runspec.core.schema.source_files import (
+    ENVIRONMENT_GROUP,
+    REWARD_GROUP,
+    SOURCE_GROUP,
+    installed_kinds,
+)
+from sampler.tasks.environment import BadReply, Call, Environment, played
+from sampler.tasks.purity import alone, forbid
 from verify.plugins import GraderFault, Problem
 
 Part = Literal["train", "held_out", "over_long"]
@@ -134,27 +141,28 @@ class LengthTerm(Protocol):
         """Return P such that the reward is R = T + P; `length` counts all output tokens."""
 
 
-Kind = type[TaskTerm] | type[LengthTerm]
-"""The class of a kind of reward."""
+Term = TaskTerm | LengthTerm | Environment
+Kind = type[TaskTerm] | type[LengthTerm] | type[Environment]
+"""The class of a kind of reward, or of an environment."""
 
 
 def make_source(source: Source, seed: int, keep: Keep) -> ProblemSource:
-    point = _entry_point(SOURCE_GROUP, source.kind, f"data.sources.{source.name}")
+    point = _entry_point(source.kind, f"data.sources.{source.name}", SOURCE_GROUP)
     return point.load()(source, seed, keep)
 
 
-def make_term(reward: Reward) -> TaskTerm | LengthTerm:
-    """Create the term of a reward; its `role` is `task` or `length`."""
+def make_term(reward: Reward) -> Term:
+    """Create the term of a reward; its `role` is `task`, `length` or `environment`."""
     return completed(reward_entry_point(reward).load())(reward)
 
 
 def find_kind(kind: str) -> Kind:
-    """Return the class of a kind of reward.
+    """Return the class of a kind of reward or environment.
 
     Raises:
         UserError: no installed package offers it, or the package cannot be imported.
     """
-    point = _entry_point(REWARD_GROUP, kind, "reward")
+    point = _entry_point(kind, "reward", REWARD_GROUP, ENVIRONMENT_GROUP)
     try:
         return completed(point.load())
     except Exception as error:  # a package may break in any way at its import
@@ -182,17 +190,17 @@ def reward_entry_point(reward: Reward) -> EntryPoint:
     Raises:
         UserError: no installed package offers the kind.
     """
-    return _entry_point(REWARD_GROUP, reward.kind, f"reward.{reward.name}")
+    return _entry_point(reward.kind, f"reward.{reward.name}", REWARD_GROUP, ENVIRONMENT_GROUP)
 
 
-def _entry_point(group: str, kind: str, place: str) -> EntryPoint:
-    found = {point.name: point for point in entry_points_of(group)}
+def _entry_point(kind: str, place: str, *groups: str) -> EntryPoint:
+    found = {point.name: point for group in groups for point in entry_points_of(group)}
     if kind not in found:
         raise UserError(
             f"no plug-in offers kind {kind!r}; installed: "
-            f"{', '.join(installed_kinds(group)) or 'none'}",
+            f"{', '.join(kind for group in groups for kind in installed_kinds(group)) or 'none'}",
             place=place,
-            remedy=f"install a package with an entry point {kind!r} in {group}",
+            remedy=f"install a package with an entry point {kind!r} in {' or '.join(groups)}",
         )
     return found[kind]
 
@@ -249,7 +257,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class TermRules:
-    """Rules for one kind of answer; see `interfaces.TaskTerm`."""
+    """Rules for one kind of answer; see `TaskTerm` and `Environment`."""
 
     timeout_s: float
     repeatable: bool
@@ -257,6 +265,8 @@ class TermRules:
 
 
 Result = Score | GraderFault
+Reply = Score | GraderFault | dict[str, Any]
+"""Of a call: a dict of `environment.played`, or what `grade` gave."""
 
 
 def fault(problem: Problem, reason: str) -> GraderFault:
@@ -277,6 +287,10 @@ def reply_of(term: TaskTerm, problem: Problem, answer: str) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001
         package = (getattr(term.score, "__module__", None) or "").partition(".")[0]
         return {"fault": describe_error(error, package)[:MAX_REASON]}
+    return _value_in(given)
+
+
+def _value_in(given: Score | float) -> dict[str, Any]:
     score = given if isinstance(given, Score) else Score(given)
     value: Any = score.value
     if not isinstance(value, (int, float)):
@@ -284,7 +298,33 @@ def reply_of(term: TaskTerm, problem: Problem, answer: str) -> dict[str, Any]:
     return {"value": float(value), "reason": str(score.reason)[:MAX_REASON]}
 
 
-def result_of(answer: Answer, reply: Mapping[str, Any], rules: TermRules) -> Result:
+def reply_of_call(
+    environment: Environment, function: str, problem: Problem, arguments: list[Any], seconds: float
+) -> dict[str, Any]:
+    """Call an environment's function, which may raise or return whatever it likes.
+
+    Args:
+        environment: of the problem.
+        function, arguments: of `Call`.
+        problem: the episode's.
+        seconds: it may take, after which the line that runs is named.
+
+    Returns:
+        JSON data: that of `reply_of` for `grade`, else `result`, what `played` returns.
+    """
+    try:
+        with alone(seconds):
+            if function == "grade":
+                return _value_in(environment.grade(problem, *arguments))
+            return {"result": played(environment, function, problem, arguments)}
+    except BadReply as error:
+        return {"fault": f"{function}: {error}"[:MAX_REASON]}
+    except Exception as error:  # noqa: BLE001
+        package = type(environment).__module__.partition(".")[0]
+        return {"fault": describe_error(error, package)[:MAX_REASON]}
+
+
+def result_of(answer: Answer | Call, reply: Mapping[str, Any], rules: TermRules) -> Result:
     """Return the result in a reply of `reply_of`, which may be another process's."""
     if reply.get("memory"):
         return over_limit(answer, "out of memory", rules)
@@ -296,7 +336,15 @@ def result_of(answer: Answer, reply: Mapping[str, Any], rules: TermRules) -> Res
     return Score(float(value), str(reply.get("reason", "")))
 
 
-def over_limit(answer: Answer, reason: str, rules: TermRules) -> Result:
+def outcome_of(request: Answer | Call, reply: Mapping[str, Any], rules: TermRules) -> Reply:
+    """Return what an answer or a call came to, by a reply of another process."""
+    played = reply.get("result")
+    if isinstance(request, Call) and isinstance(played, dict):
+        return played
+    return result_of(request, reply, rules)
+
+
+def over_limit(answer: Answer | Call, reason: str, rules: TermRules) -> Result:
     """Return the result of an answer whose grading hit a limit: 0 or a fault, by
     `limits_blame_answer`."""
     if rules.limits_blame_answer:
@@ -319,20 +367,30 @@ def main() -> None:
         replies.flush()
 
     setup = json.loads(requests.readline())
+    forbid()
     try:
-        terms = {}
+        terms: dict[str, TaskTerm | Environment] = {}
+        seconds = {}
         for kind, (module, attribute, reward) in setup["terms"].items():
             made = completed(attrgetter(attribute)(importlib.import_module(module)))
-            term = made(Reward.model_validate(reward))
+            settings = Reward.model_validate(reward)
+            term = made(settings)
             if term.role == "length":
                 raise TypeError(f"{module}:{attribute} grades lengths, not answers")
             term.prepare()
             terms[kind] = term
+            # Before the caller's own deadline, so that the line is named.
+            seconds[kind] = 0.8 * float(settings.timeout or term.timeout_s)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other side reports it
         write({"failed": describe_error(error)[:MAX_REASON]})
         return
     write({"ready": True})
     while line := requests.readline():
         for item in json.loads(line):
-            term, answer = terms[item.pop("kind")], item.pop("answer")
-            write(reply_of(term, Problem(**item), answer))
+            kind, answer, call = item.pop("kind"), item.pop("answer"), item.pop("call")
+            term, problem = terms[kind], Problem(**item)
+            if term.role == "environment":
+                function, arguments = call
+                write(reply_of_call(term, function, problem, arguments, seconds[kind]))
+            else:
+                write(reply_of(term, problem, answer))

@@ -121,7 +121,8 @@ LIMITS = Limits(
     processes=32,
     file_bytes=64 << 20,
 )
-MAX_REPLY_BYTES = 64 * 1024
+MAX_REPLY_BYTES = 1 << 20
+"""Of a state and observations together, and of any grade."""
 _BOOT = """\
 import json, sys
 from importlib.util import spec_from_file_location
@@ -176,6 +177,13 @@ def require_graders(spec: RunSpec) -> None:
     untrusted = [pool.name for pool in spec.samplers if pool.trust == "untrusted"]
     for reward in spec.reward:
         kind = find_kind(reward.kind)
+        if kind.role == "environment" and kind.determinism != "exact" and untrusted:
+            raise UserError(
+                f"kind {reward.kind} is not the same on every machine, and the pool "
+                f"{untrusted[0]} is untrusted: a validator cannot replay its episodes",
+                place=f"reward.{reward.name}.kind",
+                remedy="trust the pool, or play an environment of determinism `exact`",
+            )
         if kind.role == "length" or not kind.executes_answers:
             continue
         if untrusted and not reward.sandboxed:

@@ -1,7 +1,4 @@
-"""Task of a run: problems of the spec's sources, prompts by its tokenizer, rewards by its terms.
-
-`PromptCodec` goes from a problem's text to prompt tokens, and from output tokens to an answer.
-"""
+"""Task of a run: problems of the spec's sources, prompts by its tokenizer, rewards by its terms."""
 
 from __future__ import annotations
 
@@ -10,181 +7,33 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
-from tokenizers import Tokenizer
-
-from runspec.core.canonical import digest_bytes, hash_parts
+from runspec.core.canonical import hash_parts
 from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
-from runspec.core.schema import Data, Evaluation, RunSpec
+from runspec.core.schema import Evaluation, RunSpec
 from runspec.core.schema.source_files import data_digest, redirected
-from runspec.core.tokenizer_files import ChatTemplate, TokenizerFiles
+from sampler.tasks.environment import Call, Message
+from sampler.tasks.episodes import Episode, Played, as_result
 from sampler.tasks.graders import Graders
 from sampler.tasks.interfaces import (
     Answer,
     Keep,
     Part,
     ProblemSource,
+    Reply,
     Result,
     Score,
+    find_kind,
     make_source,
     make_term,
 )
 from sampler.tasks.launch import require_graders
+from sampler.tasks.prompts import PromptCodec
 from verify.plugins import Graded, GradeItem, GraderFault, Problem, Split
-
-THINK, THINK_END = "<think>", "</think>"
-
-
-Thinking = Literal["required", "optional", "none"]
-"""What of an output is the answer: `data.thinking`."""
-
-
-def answer_in(output: str, thinking: Thinking) -> str | None:
-    """Return the answer in a text of a model: the part after its first `</think>`, or all of it
-    where the thinking is not required; None if it has none.
-
-    The thinking ends once. A later `</think>` is a part of the answer; otherwise a model could
-    answer, think about the answer, and answer again.
-    """
-    _, think_end, answer = output.partition(THINK_END)
-    if think_end and thinking != "none":
-        return answer.strip()
-    return None if thinking == "required" else output.strip()
-
-
-def unformatted(data: Data, problem: str, target: int | None) -> str:
-    """Return the contents of a prompt's messages without a template, each on a new line."""
-    return "\n".join(message["content"] for message in data.prompt_messages(problem, target))
-
-
-class PromptCodec:
-    """A model's tokenizer and chat template.
-
-    Args:
-        files: tokenizer files of a model directory.
-        data: says the form of prompts, and what of an output is the answer.
-
-    Raises:
-        UserError: a broken template, a template without support for a system message that the
-            prompts need, or no end token.
-    """
-
-    def __init__(self, files: TokenizerFiles, data: Data) -> None:
-        self._tokenizer: Tokenizer = files.tokenizer
-        self._data = data
-        self.thinking: Thinking = data.thinking or "required"
-        """What of an output is the answer."""
-        self._place = files.place
-        self._template = ChatTemplate.of(files)
-        eos = files.special_tokens.get("eos_token")
-        eos_id = None if eos is None else self._tokenizer.token_to_id(eos)
-        if eos_id is None:
-            raise UserError(
-                f"eos_token {eos!r} is not in the vocabulary",
-                place=files.place,
-                remedy="name the end token in tokenizer_config.json",
-            )
-        self.eos_token_id: int = eos_id
-        # A tokenizer saved for training may silently truncate or pad prompts.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        if self._template is not None and (
-            data.system_prompt or data.length_prompt_role == "system"
-        ):
-            self._template.require_system_message()
-
-    @classmethod
-    def read(cls, directory: Path, data: Data) -> PromptCodec:
-        """Read the codec of a model directory.
-
-        Raises:
-            UserError: a file is missing or malformed, or an error of the class.
-        """
-        return cls(TokenizerFiles.read(directory), data)
-
-    @property
-    def digest(self) -> str:
-        """Digest of everything that a prompt's tokens depend on besides the problem and the
-        target."""
-        data, template = self._data, self._template
-        parts = [
-            digest_bytes(self._tokenizer.to_str().encode()),
-            "" if template is None else template.source,
-            repr(sorted(template.special_tokens.items())) if template else "",
-            data.length_prompt,
-            data.length_prompt_role,
-            data.system_prompt or "",
-            str(data.think_prefill),
-            *(f"{package} {version(package)}" for package in ("tokenizers", "jinja2")),
-        ]
-        return hash_parts(*parts).hex()
-
-    def prompt_text(self, problem: str, target: int | None) -> str:
-        """Return the text to encode: the messages in the chat template, and the opened thinking."""
-        if self._template is None:
-            text = unformatted(self._data, problem, target)
-            opening = f"\n{THINK}\n"
-        else:
-            text = self._template.render(self._data.prompt_messages(problem, target))
-            opening = f"{THINK}\n"
-        if self._data.think_prefill and not text.rstrip().endswith(THINK):
-            text += opening
-        return text
-
-    def prompt_tokens(self, problem: str, target: int | None) -> list[int]:
-        """Return the tokens of a prompt."""
-        # A template writes the special tokens itself.
-        return self._tokenizer.encode(
-            self.prompt_text(problem, target), add_special_tokens=self._template is None
-        ).ids
-
-    def prompt_lengths(self, problems: Sequence[str], target: int | None) -> list[int]:
-        """Return the number of tokens of each problem's prompt. One batch, on all cores."""
-        texts = [self.prompt_text(problem, target) for problem in problems]
-        encoded = self._tokenizer.encode_batch_fast(
-            texts, add_special_tokens=self._template is None
-        )
-        return [len(one) for one in encoded]
-
-    def encode(self, text: str) -> list[int]:
-        """Encode text as the model would write it: no template, no special tokens around it."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Decode tokens to text, special tokens included."""
-        return self._tokenizer.decode([int(t) for t in tokens], skip_special_tokens=False)
-
-    def token(self, text: str) -> int:
-        """Return the id of one token.
-
-        Raises:
-            UserError: the vocabulary has no such token.
-        """
-        token = self._tokenizer.token_to_id(text)
-        if token is None:
-            raise UserError(f"the vocabulary has no token {text!r}", place=self._place)
-        return token
-
-    def answer(self, output_tokens: Sequence[int]) -> str | None:
-        """Return the answer in the text before the end token; None if it has none, or the end
-        token is missing. See `answer_in`.
-
-        An output that was cut off has no answer.
-        """
-        tokens = [int(token) for token in output_tokens]
-        # By token: a vocabulary may have gaps, so its size is no bound.
-        known = all(
-            token >= 0 and self._tokenizer.id_to_token(token) is not None for token in {*tokens}
-        )
-        if not tokens or tokens[-1] != self.eos_token_id or not known:
-            return None
-        return answer_in(self.decode(tokens[:-1]), self.thinking)
-
 
 _HELD_OUT_ONE_IN = 10
 _CACHED_PROBLEMS = 256
@@ -327,6 +176,12 @@ class RunTask:
         terms = map(make_term, spec.reward)
         self._length_term = next((term for term in terms if term.role == "length"), None)
         self._graders = Graders(spec.reward)
+        self._played = {
+            reward.kind: Played(kind, codec.bridge(kind.tools))
+            for reward in spec.reward
+            if (kind := find_kind(reward.kind)).role == "environment"
+        }
+        self._opened = lru_cache(_CACHED_PROBLEMS)(self._open)
         if ungraded := problems.task_types - self._graders.rules.keys():
             raise UserError(
                 f"problems of type {', '.join(sorted(ungraded))} have no reward term of that kind",
@@ -340,19 +195,47 @@ class RunTask:
     def problem(self, index: int) -> Problem:
         return self._problems.problem(index)
 
-    def prompt_tokens(self, index: int, target: int | None) -> list[int]:
-        return self._codec.prompt_tokens(self.problem(index).prompt, target)
+    def prompt_tokens(self, index: int, target: int | None, seed: int = 0) -> list[int]:
+        problem = self.problem(index)
+        if (played := self._played.get(problem.task_type)) is None:
+            return self._codec.prompt_tokens(problem.prompt, target)
+        opened, tools = self._opened(index, seed), played.kind.tools
+        # A start that fails is reported by the episode; both sides put the problem as it is.
+        asked = [Message(role="user", content=problem.prompt)]
+        *before, last = opened["messages"] if isinstance(opened, dict) else asked
+        return self._codec.prompt_tokens(last["content"], target, before=before, tools=tools)
+
+    def episode(self, index: int, seed: int) -> Episode | None:
+        problem = self.problem(index)
+        if (played := self._played.get(problem.task_type)) is None:
+            return None
+        opened, codec = self._opened(index, seed), self._codec
+        return Episode(
+            *(problem, opened, played, self._graders), said=codec.said, end_token=self.eos_token_id
+        )
+
+    def _open(self, index: int, seed: int) -> Reply:
+        return self._graders.play([Call(self.problem(index), "start", [seed])])[0]
 
     def grade_all(self, items: Sequence[GradeItem]) -> list[Graded | GraderFault]:
-        """Grade outputs: R = T + P, with T of the answer and P of the length of all output tokens,
-        the end included."""
+        """Grade outputs: R = T + P, with T of the answer, or of the episode, and P of the length of
+        all output tokens, the ends included."""
         problems = [self.problem(item.problem) for item in items]
-        texts = [self._codec.answer(item.output_tokens) for item in items]
-        answered = [index for index, text in enumerate(texts) if text is not None]
-        scored = self._graders.score([Answer(problems[i], str(texts[i])) for i in answered])
+        texts = [
+            item.episode.last_words
+            if isinstance(item.episode, Episode)
+            else self._codec.answer(item.output_tokens)
+            for item in items
+        ]
         results: list[Result] = [Score(0.0, _UNANSWERED[self._codec.thinking])] * len(items)
+        answered = [i for i, t in enumerate(texts) if t is not None and items[i].episode is None]
+        scored = self._graders.score([Answer(problems[i], str(texts[i])) for i in answered])
         for index, result in zip(answered, scored, strict=True):
             results[index] = result
+        episodes = {i: e for i, item in enumerate(items) if isinstance(e := item.episode, Episode)}
+        results_of = self._graders.play([episode.call() for episode in episodes.values()])
+        for (index, episode), reply in zip(episodes.items(), results_of, strict=True):
+            results[index] = episode.fault or as_result(problems[index], reply)
         return [
             result if isinstance(result, GraderFault) else self._graded(item, problem, result, text)
             for item, problem, result, text in zip(items, problems, results, texts, strict=True)

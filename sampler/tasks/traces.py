@@ -27,22 +27,18 @@ from runspec.core.files import write_atomic
 from runspec.core.models import made_tokenizer_files
 from runspec.core.schema import RunSpec
 from runspec.core.tokenizer_files import TokenizerFiles
-from sampler.tasks.task_set import (
-    THINK_END,
-    InSplit,
-    Problems,
-    PromptCodec,
-    problem_filter,
-    target_lengths,
-    unformatted,
-)
+from sampler.tasks.interfaces import make_term
+from sampler.tasks.prompts import THINK_END, PromptCodec, unformatted
+from sampler.tasks.task_set import InSplit, Problems, problem_filter, target_lengths
 from verify.plugins import Problem, Split, Trace
 
 PAD, EOS, UNKNOWN, THINK = "<pad>", "<eos>", "<unk>", "<think>"
 SPECIAL = (PAD, EOS, UNKNOWN, THINK, THINK_END)
 CHARACTERS = string.ascii_lowercase + string.digits + string.punctuation + " \n"
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{{ '\\n<think>' + message['content'] + '<eos>' }}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '\\n<think>' }}{% endif %}"
 )
 TOKENIZER_CONFIG = {
@@ -113,6 +109,15 @@ class WarmStartTraces:
         self._problems = {
             split: Problems(spec, problem_filter(spec, self._codec, split)) for split in splits
         }
+        self._environments = {
+            reward.kind: term
+            for reward in spec.reward
+            if (term := make_term(reward)).role == "environment"
+        }
+        self._bridges = {
+            kind: self._codec.bridge(environment.tools)
+            for kind, environment in self._environments.items()
+        }
         self.eos_token_id: int = self._codec.eos_token_id
         self.pad_token_id: int = self._codec.token(PAD)
 
@@ -129,6 +134,8 @@ class WarmStartTraces:
     def _trace(self, rng: np.random.Generator, problems: Problems) -> Trace:
         problem = problems.problem(int(rng.integers(len(problems))))
         target = int(rng.choice(self._targets)) if self._targets else None
+        if problem.task_type in self._environments:
+            return self._episode(rng, problem, target)
         codec, text = self._codec, _answer(problem)
         answer = codec.encode(text)
         if codec.token(UNKNOWN) in answer:
@@ -147,6 +154,52 @@ class WarmStartTraces:
             prompt_tokens=codec.prompt_tokens(problem.prompt, target),
             output_tokens=output,
             answer_start=thinking + 1,
+        )
+
+    def _episode(self, rng: np.random.Generator, problem: Problem, target: int | None) -> Trace:
+        """Return the environment's own example as a trace of several turns, thinking nothing.
+
+        For a share of the traces without `obey_share` the policy answers at once, without a tool.
+
+        Raises:
+            UserError: the environment has no example for the problem.
+        """
+        codec, environment = self._codec, self._environments[problem.task_type]
+        said = environment.example(problem)
+        if not said:
+            raise UserError(
+                f"kind {problem.task_type} has no example for problem {problem.problem_id}",
+                place="warm_start",
+                remedy="define `example` of the environment, or start from a model with weights",
+            )
+        if rng.random() >= self._obey_share:
+            said = said[-1:]
+        state, opening = environment.start(problem, 0)
+        *before, last = opening
+        output: list[int] = []
+        own: list[bool] = []
+        for number, text in enumerate(said):
+            turn = [codec.token(THINK_END), *codec.encode(text), codec.token(EOS)]
+            output, own = output + turn, own + [True] * len(turn)
+            state, observations, over = environment.step(problem, state, text)
+            if number + 1 < len(said):
+                if over:
+                    raise UserError(
+                        f"the example for problem {problem.problem_id} goes on after its end",
+                        place="warm_start",
+                        remedy=f"mend `example` of kind {problem.task_type}",
+                    )
+                most = environment.max_observation_tokens
+                bridge = self._bridges[problem.task_type]
+                between = bridge.tokens(observations, ended=True, most=most)
+                output, own = output + between, own + [False] * len(between)
+        return Trace(
+            prompt_tokens=codec.prompt_tokens(
+                last["content"], target, before=before, tools=environment.tools
+            ),
+            output_tokens=output,
+            answer_start=len(output) - len(turn) + 1,
+            own=own,
         )
 
     def _length(self, rng: np.random.Generator, target: int | None, *, shortest: int) -> int:

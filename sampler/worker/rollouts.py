@@ -18,7 +18,7 @@ import numpy as np
 
 from runspec.core.schema import SamplerPool
 from sampler.engine.requests import Sampled, SampleRequest, sample_requests
-from verify.formats.lease import MAX_OPEN_LEASES, Lease, assignments
+from verify.formats.lease import MAX_OPEN_LEASES, Lease, assignments, episode_seed
 from verify.formats.submission import Rollout
 from verify.noise import noise_key
 from verify.plugins import Graded, GradeItem, GraderFault, TaskSet
@@ -136,8 +136,8 @@ def plan_rollouts(
             noise_key(lease.seed, group, sample) if pool.sampling.seeded else None
             for sample in range(group_size)
         ]
-        prompt = tasks.prompt_tokens(problem, target)
-        requests = sample_requests(pool, prompt, tasks.eos_token_id, keys)
+        seed = episode_seed(lease, group)
+        requests = sample_requests(pool, tasks, problem, target, keys, seed=seed)
         plan += [
             PlannedRollout(group, sample, problem, target, request)
             for sample, request in enumerate(requests)
@@ -155,7 +155,12 @@ def claim_rewards(
     be a false claim.
     """
     items = [
-        GradeItem(planned.problem, planned.target, result.output_tokens.tolist())
+        GradeItem(
+            planned.problem,
+            planned.target,
+            result.output_tokens.tolist(),
+            planned.request.episode,
+        )
         for planned, result in zip(plan, sampled, strict=True)
     ]
     results = tasks.grade_all(items)
@@ -205,6 +210,7 @@ def make_rollouts(
             length_penalty=claim.length_penalty,
             proofs=proofs,
             versions=sampled.versions if pool.in_flight_updates else None,
+            turns=np.array(sampled.turns, np.int32) if planned.request.episode else None,
         )
         for planned, sampled, claim, proofs in rows
     ]

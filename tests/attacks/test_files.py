@@ -92,7 +92,7 @@ class TestSchemaTricks:
             (b'"step":{"dtype":"I32"', b'"step":{"dtype":"I64"'),
             (b'"step":', b'"group":'),
             (b'"step":', b'"step" :'),
-            (b"runspec submission 1", b"runspec verdict 1"),
+            (b"runspec submission 2", b"runspec verdict 2"),
             (b'{"__metadata__":', b'{"a":{"b":' * 9000 + b'{"__metadata__":'),
             (b"}}", b"} "),
         ],

@@ -20,7 +20,7 @@ def test_the_spec_of_a_row_is_one_that_runs(name: str) -> None:
     assert [str(finding) for finding in found if finding.severity == "error"] == []
 
 
-@pytest.mark.parametrize("name", ["sums", "stories"])
+@pytest.mark.parametrize("name", ["sums", "stories", "products"])
 def test_no_held_out_problem_has_the_numbers_of_one_that_is_trained(name: str) -> None:
     def numbers(part: str) -> set[tuple[int, ...]]:
         """Sorted, so that 3 + 8 is 8 + 3."""

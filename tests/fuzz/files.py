@@ -150,6 +150,7 @@ def rollouts() -> list[submission.Rollout]:
             length_penalty=-0.5,
             proofs=[bytes([row]) * 258] * 2,
             versions=None if row else np.full(40, 1, np.int32),
+            turns=None if row else np.array([30, 10], np.int32),
         )
         for row in range(4)
     ]
@@ -162,8 +163,11 @@ def verdicts() -> list[RolloutVerdict]:
         *("ab" * 32, 0, 0, 1.0, -0.5, 0.5, 40, 8, np.full(40, -0.5, np.float32), 0.125, checks),
         fingerprints=[7, -(2**63), 2**63 - 1, 7],
         gap_excess=0.5,
+        between=np.arange(4, dtype=np.int32),
+        between_lengths=np.array([4], np.int32),
     )
     unknown = {"target": None, "logprobs": None, "logprob_diff": None, "gap_excess": None}
+    unknown |= {"between": None, "between_lengths": None}
     return [first, replace(first, row=1, checks=[], fingerprints=[], **unknown)]
 
 

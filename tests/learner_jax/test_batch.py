@@ -121,6 +121,33 @@ def with_rows(change: Callable[[list[Any]], list[Any]]) -> Callable[[Run, list[B
     return refile
 
 
+def test_turns_are_joined_by_what_the_verdict_puts_between_them(run):
+    # given a step whose rollouts have two turns, the first of one token
+    named = run.add_step(0, version=0)
+    files = submission_files(run.path, 0, named[0].submission)
+    rows = decode_rollouts(files.submission.read_bytes(), max_rows=99, max_bytes=10**6)
+    turns = [np.array([1, len(row.output_tokens) - 1], np.int32) for row in rows]
+    table = encode_rollouts([replace(r, turns=t) for r, t in zip(rows, turns, strict=True)])
+    named = [replace(group, submission=run.accept(0, named, table)) for group in named]
+
+    def put_between(tokens: list[int] | None, lengths: list[int] | None) -> None:
+        fields = {"between": tokens, "between_lengths": lengths}
+        with_rows(lambda verdicts: [replace(each, **fields) for each in verdicts])(run, named)
+
+    # when the verdict has nothing between them, or lengths that do not fit, then it is refused
+    for tokens, lengths in ((None, None), ([7, 8], [1]), ([7, 8], [1, 1])):
+        put_between(tokens, lengths)
+        with pytest.raises(UserError, match="not whole"):
+            read(run)
+    # and when it fits, then its tokens stand in the sequence and are not the policy's
+    put_between([7, 8], [2])
+    for rollout, row in zip(read(run).rollouts, rows, strict=True):
+        first, *rest = row.output_tokens.tolist()
+        assert rollout.output_tokens.tolist() == [first, 7, 8, *rest]
+        assert rollout.own.tolist() == [True, False, False, *[True] * len(rest)]
+        assert rollout.length == len(rollout.mu) == len(row.output_tokens)
+
+
 def verdict_on_another(run: Run, named: list[BatchGroup]) -> None:
     files = submission_files(run.path, 0, named[0].submission)
     rows = decode_rollouts(files.submission.read_bytes(), max_rows=99, max_bytes=10**6)
@@ -258,6 +285,7 @@ def rollouts(draw: Any) -> TrainingRollout:
         reward=draw(finite),
         target=draw(st.none() | st.integers(0, 2**31 - 1)),
         version=draw(st.integers(0, 99)),
+        own=draw(st.sampled_from([None, np.arange(len(output)) % 2 == 0])),
     )
 
 

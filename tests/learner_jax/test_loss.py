@@ -35,6 +35,7 @@ from tests.learner_jax.reference import (
     relative_errors,
 )
 from tests.runspec.core.schema.spec_files import load, small_spec
+from verify.formats.turns import joined
 
 TASK = np.array([1.0, 0.0, 0.0, 1.0])
 PENALTY = np.array([-0.2, -0.1, 0.0, -0.4])
@@ -363,6 +364,57 @@ def test_gradient_is_that_of_the_formula(switches):
     if "clip" in switches and algorithm.kl.coef:
         for side in ["low", "high"] + ["delta"] * (algorithm.clip.delta is not None):
             assert 0 < metrics[f"clip_fraction_{side}"] < 1, side
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        "strong KL and entropy",
+        "sequence ratio, second side, token, importance weights",
+        "cispo, strong KL and entropy",
+    ],
+)
+def test_what_stands_between_two_turns_is_context_alone(switches):
+    # given rollouts of two turns with an observation between them, hidden states and a head
+    algorithm, rng = Grpo.model_validate(SWITCHES[switches]), np.random.default_rng(5)
+    vocab, width = 9, 6
+    rollouts = make_rollouts(rng, vocab, 8, 26)
+    turns = [[1, len(r.output) - 1] for r in rollouts]
+    between = [rng.integers(0, vocab, 3) for _ in rollouts]
+    whole = [joined(r.output, t, b, [3]) for r, t, b in zip(rollouts, turns, between, strict=True)]
+    samples = [Sample(r.prompt, w.tokens, w.own) for r, w in zip(rollouts, whole, strict=True)]
+    packed = pack(samples, tokens=72, rows=6)
+    assert packed.microbatches == 1
+    batch, head = packed.token_batch(0), rng.normal(size=(width, vocab))
+    hidden = rng.normal(size=(*batch.tokens.shape, width))
+
+    def formula(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        """The masked loss, from the table of all that follows each prompt."""
+        logprobs, entropies = [], []
+        for place, each in zip(packed.placements, whole, strict=True):
+            states = hidden[place.row, place.start : place.start + len(each.tokens)]
+            table = jax.nn.log_softmax(states @ head)
+            logprobs.append(table[np.arange(len(each.tokens)), each.tokens][each.own])
+            entropies.append(-(jnp.exp(table) * table).sum(-1)[each.own])
+        return loss_of_logprobs(
+            logprobs, entropies, rollouts, algorithm, max_new_tokens=MAX_NEW_TOKENS
+        )
+
+    with jax.enable_x64(True):
+        inputs = jax.tree.map(lambda x: jnp.asarray(x[0]), inputs_of(packed, rollouts, algorithm))
+
+        def loss(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, LossMetrics]:
+            scores = token_logprobs(hidden, head, batch.targets, temperature=1.0)
+            return grpo_loss(*scores, batch.segment_ids, inputs, algorithm)
+
+        # when the packed loss and its formula are differentiated
+        arrays = jnp.asarray(hidden), jnp.asarray(head)
+        (value, metrics), found = jax.value_and_grad(loss, (0, 1), has_aux=True)(*arrays)
+        truth, expected = jax.value_and_grad(formula, (0, 1))(*arrays)
+    # then both agree, and only sampled tokens were counted
+    assert float(value) == pytest.approx(float(truth), abs=1e-10)
+    assert max(relative_errors(list(found), list(expected)).values()) <= 1e-10
+    assert int(metrics.tokens) == sum(len(r.output) for r in rollouts)
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -58,6 +60,32 @@ def test_every_sample_is_there_once_and_its_values_come_back(lengths, rows, shar
     # and the same samples give the same rows
     again = pack(samples, tokens=tokens, rows=rows * shards, shards=shards)
     jax.tree.map(np.testing.assert_array_equal, batch, again.batch)
+
+
+@SETTINGS
+@given(LENGTHS, st.integers(18, 40), st.data())
+def test_only_sampled_tokens_are_targets_and_have_values(lengths, tokens, data):
+    # given samples in whose outputs the policy sampled some of the tokens, or all
+    plain, samples = samples_of(lengths), []
+    for sample in plain:
+        n = len(sample.output)
+        mask = data.draw(st.none() | st.lists(st.booleans(), min_size=n, max_size=n))
+        samples.append(replace(sample, own=None if mask is None else np.array(mask, bool)))
+    sampled = [s.output if s.own is None else s.output[s.own] for s in samples]
+    # when packed, then the rows are the same, and of the targets those stay that were sampled
+    packed, whole = (pack(some, tokens=tokens, rows=2) for some in (samples, plain))
+    stay = np.isin(whole.batch.targets, np.concatenate(sampled))
+    expected = replace(whole.batch, targets=np.where(stay, whole.batch.targets, -1))
+    jax.tree.map(np.testing.assert_array_equal, packed.batch, expected)
+    # and one value a sampled token lies where that token is the target
+    array = packed.scatter([each.astype(np.float32) for each in sampled])
+    np.testing.assert_array_equal(array, np.maximum(packed.batch.targets, 0))
+    assert packed.scatter([1.0] * len(samples)).sum() == sum(map(len, sampled))
+    # and gathering and scattering are inverse, both ways
+    for values, each in zip(packed.gather(array), sampled, strict=True):
+        np.testing.assert_array_equal(values, each)
+    noise = np.random.default_rng(0).normal(size=array.shape)
+    np.testing.assert_array_equal(packed.scatter(packed.gather(noise)), np.where(stay, noise, 0))
 
 
 @SETTINGS

@@ -66,6 +66,19 @@ def rollouts(count: int, *, seeded: bool = True) -> list[PrefillInput]:
     ]
 
 
+def grouped(groups: list[tuple[int, list[int]]]) -> list[PrefillInput]:
+    """Of each group the prompt's length and the outputs' lengths, in mixed order."""
+    rng = np.random.default_rng(0)
+    made = []
+    for length, counts in groups:
+        prompt = rng.integers(0, VOCABULARY, length).astype(np.int32)
+        made += [
+            PrefillInput(prompt, rng.integers(0, VOCABULARY, n).astype(np.int32), (n, 7))
+            for n in counts
+        ]
+    return [made[i] for i in rng.permutation(len(made))]
+
+
 @cache
 def policy(devices: int = 1, version: int = 0) -> Policy:
     spec, mesh = tiny_spec(), make_mesh(schema.Mesh(fsdp=devices))
@@ -83,14 +96,21 @@ def hidden_of(params: Any, tokens: jax.Array, length: jax.Array, config: ModelCo
     return hidden, hidden @ bound.head_weight()
 
 
+def in_turns(rollout: PrefillInput) -> PrefillInput:
+    """The rollout, of whose output the first and the last token and some others were sampled."""
+    own = np.random.default_rng(0).random(len(rollout.output_tokens)) < 0.5
+    own[[0, -1]] = True
+    return replace(rollout, own=own)
+
+
 def states_alone(policy: Policy, rollout: PrefillInput) -> tuple[np.ndarray, np.ndarray]:
-    """One rollout, no packing: u16 [n, D] of the hidden states, f64 [n, V] of logits / T."""
+    """One rollout, no packing: u16 [m, D] of the hidden states, f64 [m, V] of logits / T."""
     text = np.concatenate([rollout.prompt_tokens, rollout.output_tokens])
     tokens = np.zeros((1, ROW), np.int32)
     tokens[0, : len(text)] = text
     hidden, all_logits = hidden_of(jax.device_get(policy.params), tokens, len(text), policy.config)
-    n, p = len(rollout.output_tokens), len(rollout.prompt_tokens)
-    producing = slice(p - 1, p - 1 + n)  # the positions that produced the output tokens
+    # The positions that produced the sampled tokens.
+    producing = len(rollout.prompt_tokens) - 1 + rollout.sampled
     bits = np.asarray(hidden[producing].astype(jnp.bfloat16)).view(np.uint16)
     return bits, np.asarray(all_logits[producing], np.float64) / TEMPERATURE
 
@@ -98,19 +118,19 @@ def states_alone(policy: Policy, rollout: PrefillInput) -> tuple[np.ndarray, np.
 def logits_alone(
     policy: Policy, rollout: PrefillInput
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """logits / T f32, noise f32 and which token is the rollout's own, all [n, V]."""
+    """logits / T f32, noise f32 and which token is the rollout's own, all [m, V]."""
     scaled = states_alone(policy, rollout)[1].astype(np.float32)
     first, second = (np.int32(word) for word in rollout.noise_key or (0, 0))
     position, token = np.ogrid[: len(scaled), :VOCABULARY]
     with np.errstate(over="ignore"):
         noise = gumbel(np, first, second, position.astype(np.int32), token.astype(np.int32))
-    return scaled, np.asarray(noise), token == rollout.output_tokens[:, None]
+    return scaled, np.asarray(noise), token == rollout.output_tokens[rollout.sampled, None]
 
 
 def alone(policy: Policy, rollout: PrefillInput) -> PrefillOutput:
     """The definition: one rollout, no packing, all logits, float64 after them."""
     bits, logits = states_alone(policy, rollout)
-    own = np.arange(len(logits)), rollout.output_tokens
+    own = np.arange(len(logits)), rollout.output_tokens[rollout.sampled]
     logprobs = logits[own] - np.log(np.exp(logits).sum(-1))
     noisy = logits + logits_alone(policy, rollout)[1]
     gap = noisy.max(-1) - noisy[own]
@@ -139,6 +159,23 @@ def test_every_rollout_gets_what_it_would_get_alone(devices):
     outputs = prefill(subject, given, temperature=TEMPERATURE)
     # then each has the log-probs, hidden states and gaps of the definition
     for output, rollout in zip(outputs, given, strict=True):
+        assert_alone(output, subject, rollout)
+
+
+@pytest.mark.parametrize(
+    "whole", [rollouts(20), grouped([(17, [9, 1, 30, 12]), (8, [25] * 6)])], ids=["apart", "shared"]
+)
+def test_only_sampled_tokens_have_numbers_and_their_noise_counts_no_others(whole):
+    # given rollouts in whose outputs the policy sampled some of the tokens
+    subject, given = policy(), [in_turns(each) for each in whole]
+    # when they are prefilled, and the same sequences as outputs of one turn
+    outputs, others = (prefill(subject, some, temperature=TEMPERATURE) for some in (given, whole))
+    for output, other, rollout in zip(outputs, others, given, strict=True):
+        own = rollout.sampled
+        # then the states of sampled tokens have the same bits, and their log-probs are the same
+        np.testing.assert_array_equal(output.hidden, other.hidden[own])
+        np.testing.assert_allclose(output.logprobs, other.logprobs[own], atol=2e-6)
+        # and the gaps are those of the definition
         assert_alone(output, subject, rollout)
 
 
@@ -230,19 +267,6 @@ def test_versions_are_fetched_checked_and_kept_apart(name, kind, published, tmp_
 T = 32
 
 
-def grouped(groups: list[tuple[int, list[int]]]) -> list[PrefillInput]:
-    """Of each group the prompt's length and the outputs' lengths, in mixed order."""
-    rng = np.random.default_rng(0)
-    made = []
-    for length, counts in groups:
-        prompt = rng.integers(0, VOCABULARY, length).astype(np.int32)
-        made += [
-            PrefillInput(prompt, rng.integers(0, VOCABULARY, n).astype(np.int32), (n, 7))
-            for n in counts
-        ]
-    return [made[i] for i in rng.permutation(len(made))]
-
-
 def read_back(batch: PrefillBatch, shard: int, rows: int) -> dict[tuple[int, int], list[int]]:
     """The tokens of each segment of a shard's rows, by row and number."""
     found: dict[tuple[int, int], list[int]] = {}
@@ -263,8 +287,8 @@ GROUPS = st.lists(
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(groups=GROUPS, rows=st.integers(1, 4), shards=st.integers(1, 2))
 def test_every_rollout_stands_in_a_row_whole_and_its_prompt_is_there_once(groups, rows, shards):
-    # given rollouts of any lengths, and their parts
-    inputs = grouped(groups)
+    # given rollouts of any lengths, every other one of several turns, and their parts
+    inputs = [in_turns(each) if n % 2 else each for n, each in enumerate(grouped(groups))]
     shape = shape_for(inputs, tokens=T, rows=rows)
     assert shape.rows <= MOST_REPEATS * rows
     parts = divide(inputs, shape)
@@ -286,7 +310,8 @@ def test_every_rollout_stands_in_a_row_whole_and_its_prompt_is_there_once(groups
                 np.testing.assert_array_equal(batch.positions[shard, sources], np.arange(len(text)))
                 # and what predicts the output are the prompt's last position and the output's own
                 expected = sources[len(each.prompt_tokens) - 1 :]
-                np.testing.assert_array_equal(predicting(place, each), expected)
+                predicted = np.array(expected)[each.sampled]
+                np.testing.assert_array_equal(predicting(place, each), predicted)
                 # and each position is read back from a place where it stands
                 flat = batch.rows.sources[shard * fit.rows : (shard + 1) * fit.rows].reshape(-1)
                 np.testing.assert_array_equal(flat[batch.rows.places[shard, sources]], sources)

@@ -22,6 +22,8 @@ import pytest
 from learner_jax.model import abstract_params, bind, init_params
 from learner_jax.sharding import Execution, make_mesh, shard_params
 from learner_jax.warm_start import (
+    _rows,
+    _short_run,
     make_initial_model,
     model_config,
     sample,
@@ -250,6 +252,14 @@ def test_each_token_is_drawn_from_a_forward_pass_over_those_before(model, output
 def test_an_answer_counts_where_it_is_the_traces_behind_the_first_think_end(model, outputs):
     spec, config, params = model
 
+    class Turns:
+        """A trace of several turns, which is left out."""
+
+        eos_token_id, trace = END, Trace(PROMPTS[0], outputs[0], 1, [True] * len(outputs[0]))
+
+        def traces(self, rng: Any, count: int, split: str) -> list[Trace]:
+            return [self.trace]
+
     class Known:
         """Traces whose answers are the ends of what the model samples, every other one changed."""
 
@@ -258,7 +268,8 @@ def test_an_answer_counts_where_it_is_the_traces_behind_the_first_think_end(mode
         def traces(self, rng: Any, count: int, split: str) -> list[Trace]:
             changed = [[*output[:-1], output[-1] + (i % 2)] for i, output in enumerate(outputs)]
             ends = [max(1, len(output) - 3) for output in outputs]
-            return [Trace(*each) for each in zip(PROMPTS, changed, ends, strict=True)]
+            one_turn = [Trace(*each) for each in zip(PROMPTS, changed, ends, strict=True)]
+            return [*one_turn, Turns.trace]
 
     begins = [max(1, len(output) - 3) - 1 for output in outputs]
     right = [
@@ -267,3 +278,17 @@ def test_an_answer_counts_where_it_is_the_traces_behind_the_first_think_end(mode
     ]
     assert 0 < sum(right) < len(right) / 2 + 1
     assert sampled_right(spec, config, params, Known(), "train") == np.mean(right)
+    assert sampled_right(spec, config, params, Turns(), "train") is None
+
+
+def test_of_a_trace_of_several_turns_only_the_policys_tokens_train():
+    # given a trace whose observation is tokens 4 and 5, and whose answer begins at token 6
+    spec, own = spec_with(), [True, False, False, True, True]
+    trace = Trace([1, 2], [3, 4, 5, 6, 7], 3, own)
+    # when its rows are made
+    rows = _rows(_short_run(spec, spec.warm_start), [trace], 4.0)
+    # then these are the targets, and an answer's weigh more
+    targets = rows.batch.targets
+    assert targets[targets >= 0].tolist() == [3, 6, 7]
+    assert rows.weights[targets >= 0].tolist() == [1.0, 4.0, 4.0]
+    assert not rows.weights[targets < 0].any()

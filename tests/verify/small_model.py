@@ -21,7 +21,15 @@ from runspec.core.signed import SigningKey
 from verify.formats.lease import Assignment, Lease, assignments, lease_digest
 from verify.formats.submission import Rollout
 from verify.noise import gumbel, noise_key
-from verify.plugins import Graded, GradeItem, GraderFault, PrefillInput, PrefillOutput, Problem
+from verify.plugins import (
+    Graded,
+    GradeItem,
+    GraderFault,
+    PrefillInput,
+    PrefillOutput,
+    Problem,
+    TaskSet,
+)
 from verify.toploc import build_proofs
 from verify.truncation import Truncation, describe, judged, thresholds
 
@@ -129,7 +137,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 @dataclass
-class ParityTask:
+class ParityTask(TaskSet):
     """Rewards even tokens, and outputs as long as asked for."""
 
     eos_token_id: int = EOS
@@ -144,7 +152,7 @@ class ParityTask:
     def problem(self, index: int) -> Problem:
         return Problem(f"parity-{index}", "parity", f"problem {index}", {})
 
-    def prompt_tokens(self, index: int, target: int | None) -> list[int]:
+    def prompt_tokens(self, index: int, target: int | None, seed: int = 0) -> list[int]:
         assert target is not None
         return [1 + index % (VOCAB - 1), 1 + index * 7 % (VOCAB - 1), target]
 
@@ -206,9 +214,11 @@ def recomputed(
         hidden.append(row)
         logits.append(scores)
         state = model.step(state, token)
-    scaled = np.array(logits) / np.float32(temperature)
+    own_rows = item.sampled
+    hidden, logits = np.array(hidden)[own_rows], np.array(logits)[own_rows]
+    scaled = logits / np.float32(temperature)
     noise = token_noise(item.noise_key or (0, 0), np.arange(len(scaled), dtype=np.int32)[:, None])
-    own = np.arange(VOCAB) == item.output_tokens[:, None]
+    own = np.arange(VOCAB) == item.output_tokens[own_rows, None]
     choices = None
     if item.end_token is not None:
         choices = describe(np, scaled, own, np.arange(VOCAB)[None] == item.end_token, truncation)
@@ -219,7 +229,7 @@ def recomputed(
         logprobs, gaps = judged(np, scaled, noise, own, truncation)
     return PrefillOutput(
         logprobs=logprobs.astype(np.float32),
-        hidden=bf16_bits(np.array(hidden)),
+        hidden=bf16_bits(hidden),
         seeded_gap=None if item.noise_key is None else gaps.astype(np.float32),
         choices=choices,
     )

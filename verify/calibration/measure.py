@@ -97,7 +97,7 @@ def rollouts_of(taken: ReceivedSubmission, spec: RunSpec) -> Iterator[Rollout]:
     for number, row in enumerate(rows):
         if not 0 < len(row.output_tokens) == len(row.logprobs):
             raise _dishonest(taken, f"row {number} has no log-prob for each token")
-        if row.is_of_its_version:
+        if row.is_of_its_version and row.turns is None:  # measured of tasks with one turn alone
             yield row
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from runspec.core.schema import SamplerPool
-from verify.formats.lease import Assignment, Lease
+from verify.formats.lease import Assignment, Lease, episode_seed
 from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult
-from verify.plugins import Graded, TaskSet
-from verify.recompute import Recomputed
+from verify.plugins import Episode, Graded, TaskSet
+from verify.recompute import Recomputed, Replayed
 from verify.thresholds import SHORT_TAUS, Limits
 
 
@@ -34,6 +34,9 @@ class Subject:
     limits: Limits
     last_version: int
     """The newest version that the run will ever publish."""
+    replays: Mapping[tuple[int, int], Replayed] = field(default_factory=dict)
+    """Replays of the rows whose tasks have several turns, by group and sample, after the checks of
+    their lengths."""
     grades: list[Graded | None] = field(default_factory=list)
     """Grade of each row, after grading; None in dropped groups."""
     recomputed: list[Recomputed | None] = field(default_factory=list)
@@ -46,6 +49,21 @@ class Subject:
         """Rows that were recomputed."""
         pairs = zip(self.rollouts, self.recomputed, strict=True)
         return [(rollout, found) for rollout, found in pairs if found is not None]
+
+    def replay_of(self, rollout: Rollout) -> Replayed | None:
+        """Return the replay of a row; None if its task has one turn."""
+        return self.replays.get((rollout.group, rollout.sample))
+
+    def can_be_recomputed(self, rollout: Rollout) -> bool:
+        """Return whether one version sampled a row, and its environment did not fail."""
+        replayed = self.replay_of(rollout)
+        failed = replayed is not None and replayed.episode.fault is not None
+        return rollout.is_of_its_version and not failed
+
+    def episode_of(self, rollout: Rollout) -> Episode | None:
+        """Return a new episode of an assigned row's problem; None if it has one turn."""
+        problem = self.assignments[rollout.group].problem
+        return self.task_set.episode(problem, episode_seed(self.lease, rollout.group))
 
     def max_output(self, rollout: Rollout) -> int:
         """Return the number of output tokens after which sampling had to stop."""

@@ -77,12 +77,15 @@ def logprob_limit(limit: float, rows: Sequence[Rollout]) -> float:
     return limit + alike * edge / tokens
 
 
-def several_versions(row: Rollout) -> CheckResult:
-    """Return the result of a rollout that several versions sampled, which no prefill reproduces.
+def not_recomputed(row: Rollout) -> CheckResult:
+    """Return the result of a rollout that no prefill reproduces: several versions sampled it, or
+    the environment failed in its replay.
 
-    The value is the number of versions. The result passes, because only trusted pools have such
-    rollouts.
+    The value is the number of versions. The result passes, because only trusted pools have the
+    former, and the latter is never trained.
     """
+    if row.is_of_its_version:
+        return CheckResult("prefill", True, 1.0, 1.0, "not recomputed: its environment failed")
     versions = np.unique(row.versions) if row.versions is not None else np.array([row.version])
     return CheckResult(
         "prefill",

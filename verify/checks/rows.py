@@ -31,6 +31,7 @@ from verify.checks import Check, Subject, at_most, no_faults, row_check
 from verify.formats.lease import Lease
 from verify.formats.submission import Rollout, decode_rollouts, open_submission
 from verify.formats.tables import MalformedTable
+from verify.formats.turns import split_turns
 from verify.formats.verdict import MAX_FINGERPRINTS, CheckResult
 from verify.thresholds import LOGPROB_CEILING, LOGPROB_FLOOR, REWARD_TOLERANCE
 from verify.toploc import CHUNK_ROWS, MalformedProof, parse_proof
@@ -106,27 +107,60 @@ def bounds(row: Rollout, subject: Subject) -> Iterator[str]:
     impossible = logprobs[~((logprobs >= LOGPROB_FLOOR) & (logprobs <= LOGPROB_CEILING))]
     if impossible.size:
         yield f"log-prob {impossible[0]}"
+    yield from _turn_lengths(row, subject)
     for name, value in (("task_reward", row.task_reward), ("length_penalty", row.length_penalty)):
         if not math.isfinite(value):
             yield f"{name} {value}"
 
 
+def _turn_lengths(row: Rollout, subject: Subject) -> Iterator[str]:
+    """Yield lengths of turns that do not add up, or that a task with one turn has."""
+    given, episode = row.turns, subject.episode_of(row)
+    if (given is None) != (episode is None):
+        yield "lengths of turns, of a task with one" if episode is None else "no lengths of turns"
+    elif given is not None and ((given < 1).any() or int(given.sum()) != len(row.output_tokens)):
+        yield f"{len(given)} turns of {given.sum()} tokens, for {len(row.output_tokens)}"
+
+
 @row_check
 def termination(row: Rollout, subject: Subject) -> Iterator[str]:
-    """Require `stop` with the end token last and nowhere else, or `length` at the largest
-    length."""
-    ends = np.flatnonzero(row.output_tokens == subject.task_set.eos_token_id)
-    length, longest = len(row.output_tokens), subject.max_output(row)
-    if row.finish_reason == "stop":
+    """Require `stop` with the end token last and nowhere else, or `length` at the largest length.
+
+    A turn of several ends like this too, and the last where the replayed episode ends.
+    """
+    replayed = subject.replay_of(row)
+    if replayed is None:
+        yield from _ending(row.output_tokens, row.finish_reason, subject.max_output(row), subject)
+        return
+    if replayed.episode.fault is not None:  # the group is dropped
+        return
+    turns = split_turns(row.output_tokens, row.turns)
+    if len(replayed.between) < len(turns) - 1:
+        yield f"{len(turns)} turns of an episode that ends after {len(replayed.between) + 1}"
+        return
+    if replayed.goes_on:
+        yield f"ends after turn {len(turns)} of an episode that goes on"
+    end = subject.task_set.eos_token_id
+    for number, (turn, limit) in enumerate(zip(turns, replayed.limits, strict=True), start=1):
+        reason = "stop" if turn[-1] == end else "length"
+        if number == len(turns):
+            reason = row.finish_reason
+        yield from (f"turn {number}: {what}" for what in _ending(turn, reason, limit, subject))
+
+
+def _ending(tokens: np.ndarray, reason: str, longest: int, subject: Subject) -> Iterator[str]:
+    ends = np.flatnonzero(tokens == subject.task_set.eos_token_id)
+    length = len(tokens)
+    if reason == "stop":
         if ends.tolist() != [length - 1]:
             yield f"stopped, with end tokens at {ends[:4].tolist()} of {length}"
-    elif row.finish_reason == "length":
+    elif reason == "length":
         if ends.size:
             yield f"went on after the end token at {ends[0]}"
         if length != longest:
             yield f"cut at {length} tokens, not at {longest}"
     else:
-        yield f"finish reason {row.finish_reason[:40]!r}"
+        yield f"finish reason {reason[:40]!r}"
 
 
 @row_check
@@ -326,8 +360,10 @@ def duplicates(subject: Subject) -> list[CheckResult]:
     return results
 
 
-ROW_CHECKS: list[Check] = [assignment, bounds, versions, termination, proof_format]
+ROW_CHECKS: list[Check] = [assignment, bounds, versions]
 """Checks that need the rows alone, cheap ones first."""
+TURN_CHECKS: list[Check] = [termination, proof_format]
+"""Checks that need the replays of tasks with several turns."""
 GRADE_CHECKS: list[Check] = [reward]
 """Checks that need the validator's grades."""
 DUPLICATE_CHECKS: list[Check] = [duplicates]

@@ -80,6 +80,11 @@ def assignments(lease: Lease, *, n_problems: int, targets: list[int]) -> list[As
     return result
 
 
+def episode_seed(lease: Lease, group: int) -> int:
+    """Return the seed of a group's episodes of several turns, 0 <= seed < 2**63."""
+    return int.from_bytes(hash_parts("episode", lease.seed, group)[:8], "big") >> 1
+
+
 def sign_lease(lease: Lease, key: SigningKey) -> bytes:
     return sign_document(KIND, asdict(lease), key)
 

@@ -24,7 +24,7 @@ from verify.toploc import CHUNK_ROWS, PROOF_BYTES
 KIND = "submission"
 MAX_ENVELOPE_BYTES = 8 * 1024
 SCHEMA = Schema(
-    "runspec submission 1",
+    "runspec submission 2",
     (
         text("run"),
         Column("step", "I32"),
@@ -46,6 +46,7 @@ SCHEMA = Schema(
         Column("length_penalty", "F32"),
         Column("proofs", "U8", ("offsets",), width=PROOF_BYTES),
         Column("versions", "I32", ("valid", "offsets")),
+        Column("turns", "I32", ("valid", "offsets")),
     ),
 )
 _ROW_BYTES = 4 * 1024
@@ -56,7 +57,11 @@ _HEADER_BYTES = 16 * 1024
 
 @dataclass(frozen=True)
 class Rollout:
-    """One row: a prompt, the policy's output, and the worker's claims."""
+    """One row: a prompt, the policy's output, and the worker's claims.
+
+    The output has the policy's tokens alone. What stands between its turns is the validator's to
+    say (`verify.formats.turns`).
+    """
 
     run: str
     step: int
@@ -71,11 +76,11 @@ class Rollout:
     prompt_tokens: np.ndarray
     """i32 [P]."""
     output_tokens: np.ndarray
-    """i32 [n], the end token included if there is one."""
+    """i32 [n], of all turns, the end tokens included."""
     logprobs: np.ndarray
     """f32 [n]: log_softmax(logits / T) after top-k / top-p, before noise."""
     finish_reason: str
-    """`stop` (the end token) or `length`."""
+    """Of the last turn: `stop` (the end token) or `length`."""
     temperature: float
     top_p: float
     top_k: int
@@ -87,6 +92,8 @@ class Rollout:
     versions: np.ndarray | None = None
     """i32 [n]: the policy version that sampled each token, only in pools with `in_flight_updates`.
     In other pools every token is of `version`."""
+    turns: np.ndarray | None = None
+    """i32: tokens of each turn, which add up to n; None if the task has one turn."""
 
     @property
     def oldest_version(self) -> int:
@@ -171,8 +178,8 @@ def max_submission_bytes(spec: RunSpec, pool: SamplerPool) -> int:
     """Return the bytes of the largest submission from `pool`.
 
     A row holds less than `max_model_len` prompt tokens as i32, and at most `max_new_tokens` of i32
-    token, f32 log-prob, i32 version (in a pool with `in_flight_updates`) and their share of a
-    proof.
+    token, f32 log-prob, i32 length of a turn, i32 version (in a pool with `in_flight_updates`) and
+    their share of a proof.
     """
     return _bytes_of(max_submission_rows(spec, pool), pool.max_model_len, pool)
 
@@ -196,6 +203,6 @@ def largest_accepted_bytes(spec: RunSpec) -> int:
 
 def _bytes_of(rows: int, longest_prompt: int, pool: SamplerPool) -> int:
     proofs = (pool.max_new_tokens // CHUNK_ROWS + 1) * PROOF_BYTES
-    token = 12 if pool.in_flight_updates else 8
+    token = 16 if pool.in_flight_updates else 12
     row = _ROW_BYTES + 4 * longest_prompt + token * pool.max_new_tokens + proofs
     return _HEADER_BYTES + rows * row

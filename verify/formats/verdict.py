@@ -34,7 +34,7 @@ MAX_FAULT = 400
 MAX_CHECKS = 64
 """Largest number of checks of a row."""
 SCHEMA = Schema(
-    "runspec verdict 1",
+    "runspec verdict 2",
     (
         text("submission"),
         Column("row", "I32"),
@@ -54,6 +54,8 @@ SCHEMA = Schema(
         Column("fingerprints", "I64", ("offsets",), most=MAX_FINGERPRINTS),
         Column("gap_excess", "F64", ("valid",)),
         Column("answered", "BOOL"),
+        Column("between", "I32", ("valid", "offsets")),
+        Column("between_lengths", "I32", ("valid", "offsets")),
     ),
 )
 
@@ -101,6 +103,11 @@ class RolloutVerdict:
     if the pool was not calibrated or the rollout not recomputed."""
     answered: bool = True
     """Whether the output has an answer in the form that the run asks for."""
+    between: np.ndarray | None = None
+    """i32: tokens that stand between the turns, by the validator's replay; None where the task has
+    one turn, or the replay failed."""
+    between_lengths: np.ndarray | None = None
+    """i32 [turns - 1]: how many stand after each turn but the last."""
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from glob import has_magic
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 from runspec.core.canonical import digest_file, hash_parts
@@ -34,6 +36,8 @@ ROW_KINDS = frozenset({*SUFFIXES, "hf_dataset"})
 """Built-in kinds that read rows from files."""
 _MAX_STATE_BYTES = 16 * 1024 * 1024
 _HUB = "hf://datasets/"
+PYTHON = "{}.{}".format(*sys.version_info)
+"""Version whose arithmetic, texts and chance an environment's code has."""
 
 
 def source_files(source: Source, data_dir: Path | None = None) -> dict[str, Path]:
@@ -97,7 +101,8 @@ def redirected(source: Source, data_dir: Path | None) -> Source:
 
 
 def data_digest(spec: RunSpec, data_dir: Path | None = None) -> str:
-    """Return BLAKE3 over file contents in order and versions of generators.
+    """Return BLAKE3 over file contents in order, versions of generators, and the code of
+    environments with the version of Python.
 
     Equal digests, with the same spec and tokenizer, mean the same problems.
 
@@ -110,7 +115,29 @@ def data_digest(spec: RunSpec, data_dir: Path | None = None) -> str:
         digests = [file_digest(path) for path in files.values()]
         made_by = [] if digests else [_generator(source.kind)]
         parts += [source.name, str(len(digests)), *digests, *made_by]
+    for point in entry_points_of(ENVIRONMENT_GROUP):
+        if point.name in {reward.kind for reward in spec.reward}:
+            parts += [point.name, PYTHON, *map(file_digest, _code_of(point.module))]
     return hash_parts(*parts).hex()
+
+
+def _code_of(module: str) -> list[Path]:
+    """Return the Python files of a plug-in's folder, or its file where that is no package; the
+    plug-in is not imported.
+
+    Raises:
+        UserError: there is no such module.
+    """
+    found = find_spec(module)
+    if found is None or found.origin is None:
+        raise UserError(
+            f"no module {module}, which an environment is in",
+            place="reward",
+            remedy="install the package that offers it again",
+        )
+    file = Path(found.origin)
+    packaged = (file.parent / "__init__.py").exists()
+    return sorted(file.parent.glob("*.py")) if packaged else [file]
 
 
 def compare_data_digests(ours: str, theirs: str, *, whose: str) -> None:
@@ -329,6 +356,8 @@ def column_of(source: Source, kind: str) -> tuple[str, str]:
 
 SOURCE_GROUP = "runspec.sources"
 REWARD_GROUP = "runspec.rewards"
+ENVIRONMENT_GROUP = "runspec.environments"
+"""Kinds of a reward too: those of several turns."""
 PREFILL_GROUP = "runspec.prefill"
 MONITOR_GROUP = "runspec.monitors"
 
@@ -361,6 +390,13 @@ class MissingPlugin:
         return f"no installed package offers the kind {self.kind!r} in {self.group}"
 
 
+def plays_environments(spec: RunSpec) -> bool:
+    """Whether rollouts may have several turns: a reward's kind is an environment's."""
+    return not {reward.kind for reward in spec.reward}.isdisjoint(
+        installed_kinds(ENVIRONMENT_GROUP)
+    )
+
+
 def missing_plugins(spec: RunSpec) -> list[MissingPlugin]:
     """Return sources of problems, rewards and monitors whose kind no installed package offers."""
     problems = spec.data.sources if spec.supervised is None else ()  # documents have no plug-ins
@@ -370,6 +406,10 @@ def missing_plugins(spec: RunSpec) -> list[MissingPlugin]:
         *((MONITOR_GROUP, ("monitors", m.name), m.kind) for m in spec.monitors),
     ]
     offered = {group: installed_kinds(group) for group in dict.fromkeys(each[0] for each in asked)}
+    if REWARD_GROUP in offered:
+        offered[REWARD_GROUP] = sorted(
+            {*offered[REWARD_GROUP], *installed_kinds(ENVIRONMENT_GROUP)}
+        )
     return [
         MissingPlugin(location, group, kind, offered[group])
         for group, location, kind in asked

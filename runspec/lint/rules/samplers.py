@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from runspec.core.models import Dynamic, Linear, ModelConfig, Yarn, device_count
 from runspec.core.models.parameters import CPU_HEAD_SIZES
 from runspec.core.schema import Hardware, RunSpec
+from runspec.core.schema.source_files import plays_environments
 from runspec.lint import Context, Found, Violation, divisors, model_rule, relation, rule
 
 
@@ -83,11 +84,23 @@ def packing_holds(context: Context) -> Found:
     """A packed row must hold the longest prompt with the longest output.
 
         max_prompt_tokens + max_new_tokens <= learner.packing.tokens
+        max_model_len <= learner.packing.tokens     where an environment is played
 
-    Samples are never cut: the first rollout that is longer than a row stops the learner.
+    Samples are never cut: the first rollout that is longer than a row stops the learner. Rollouts
+    of several turns have observations too, which no `max_new_tokens` counts.
     """
     packed, prompt = context.spec.learner.packing.tokens, context.spec.data.max_prompt_tokens
+    played = plays_environments(context.spec)
     for pool in context.spec.samplers:
+        if played:
+            length = pool.max_model_len
+            yield from relation(
+                length <= packed,
+                "learner.packing.tokens",
+                f"{packed} cannot hold an episode of pool {pool.name}: max_model_len {length}",
+                f"at least {length}",
+                {"max_model_len": length, "packing.tokens": packed},
+            )
         new = pool.max_new_tokens
         yield from relation(
             prompt + new <= packed,

@@ -20,6 +20,7 @@ from verify.coordinator.machine.events import Event
 from verify.formats.lease import Lease
 from verify.formats.submission import Rollout, decode_rollouts, largest_accepted_bytes
 from verify.formats.tables import MalformedTable
+from verify.formats.turns import Joined, joined
 from verify.formats.verdict import MAX_ROWS, RolloutVerdict, decode_verdicts
 
 MOST = 20_000
@@ -253,10 +254,11 @@ class Rollouts:
     def detail(self, each: int) -> dict[str, Any] | None:
         """Return all of one rollout; None if it is not listed.
 
-        Keys: `prompt`, `pieces` (texts of the output's tokens), `logprobs` (claimed), `recomputed`
-        (null if not), `more` (tokens that are left out), `worker`, `submission`, `versions`,
-        `finish_reason`, `reason` (why the submission was rejected), `checks` (name, passed, value,
-        limit, reason).
+        Keys: `prompt`, `pieces` (texts of the output's tokens, with those between its turns),
+        `logprobs` (claimed; null where the policy did not sample the token), `recomputed` (null if
+        not), `turns` (their number), `more` (tokens that are left out), `worker`, `submission`,
+        `versions`, `finish_reason`, `reason` (why the submission was rejected), `checks` (name,
+        passed, value, limit, reason).
 
         Raises:
             UserError: its files cannot be read any more.
@@ -269,13 +271,15 @@ class Rollouts:
             rollout, verdict = self._opened(submission.lease.step, submission.digest)[entry.row]
         except MalformedTable as error:
             raise UserError(str(error), place=submission.digest, remedy="audit the run") from error
-        tokens, recomputed = rollout.output_tokens[:MAX_TOKENS].tolist(), verdict.logprobs
+        whole, recomputed = _whole(rollout, verdict), verdict.logprobs
+        tokens = whole.tokens[:MAX_TOKENS].tolist()
         return {
             "prompt": self._decoded(rollout.prompt_tokens[-MAX_TOKENS:]),
             "pieces": self._pieces(tokens),
-            "logprobs": _all_rounded(rollout.logprobs[:MAX_TOKENS]),
-            "recomputed": None if recomputed is None else _all_rounded(recomputed[:MAX_TOKENS]),
-            "more": len(rollout.output_tokens) - len(tokens),
+            "logprobs": _placed(rollout.logprobs, whole),
+            "recomputed": None if recomputed is None else _placed(recomputed, whole),
+            "turns": 1 if rollout.turns is None else len(rollout.turns),
+            "more": len(whole.tokens) - len(tokens),
             "worker": rollout.worker,
             "submission": submission.digest,
             "finish_reason": rollout.finish_reason,
@@ -348,5 +352,19 @@ def rounded(value: float | None) -> float | None:
     return None if value is None or not np.isfinite(value) else float(f"{value:.5g}")
 
 
-def _all_rounded(values: np.ndarray) -> list[float | None]:
-    return [rounded(float(value)) for value in values]
+def _whole(rollout: Rollout, verdict: RolloutVerdict) -> Joined:
+    """Return a rollout with what stands between its turns, if its verdict says that."""
+    gaps = verdict.between, verdict.between_lengths
+    if rollout.turns is None or gaps[0] is None:
+        return Joined(rollout.output_tokens, None)
+    try:
+        return joined(rollout.output_tokens, rollout.turns, *gaps)
+    except ValueError:  # a rejected row may have any lengths
+        return Joined(rollout.output_tokens, None)
+
+
+def _placed(values: np.ndarray, whole: Joined) -> list[float | None]:
+    """Return the values at the policy's own tokens of the first `MAX_TOKENS`, None elsewhere."""
+    each = map(float, values)
+    own = np.ones(len(values), bool) if whole.own is None else whole.own
+    return [rounded(next(each, None)) if mine else None for mine in own[:MAX_TOKENS].tolist()]

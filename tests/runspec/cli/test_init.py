@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 WORKFLOW, HOOK = ".github/workflows/runspec.yaml", ".pre-commit-config.yaml"
 FILES = [WORKFLOW, HOOK, "runspec.schema.json", "spec.yaml"]
-ANYWHERE = ("laptop", "problems", "sums", "model", "pretrain", "sft")
+ANYWHERE = ("laptop", "problems", "sums", "tools", "model", "pretrain", "sft")
 """Templates of runs that this machine can start."""
 DISK = 1 << 40
 """Bytes that are free, whatever else lies on this machine's disk."""

@@ -29,7 +29,7 @@ from runspec.core.schema.load import load_resolved
 from runspec.core.signed import SigningKey
 from runspec.local.chat import Engine, Front
 from runspec.local.model_folders import published_version
-from sampler.tasks.task_set import PromptCodec
+from sampler.tasks.prompts import PromptCodec
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.cli.published import RUN, first_versions, flip_bit, publish_again, publish_run
 from tests.runspec.local.fake_run import small_spec

@@ -42,7 +42,7 @@ from runspec.local.progress import RoleError, last_error
 from runspec.local.run_view import Condition, RunView, budget_limits
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
 from sampler.tasks import traces
-from sampler.tasks.task_set import PromptCodec
+from sampler.tasks.prompts import PromptCodec
 from tests.bridge.test_publisher import add_version
 from tests.harness import TARGET_SHORT
 from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model

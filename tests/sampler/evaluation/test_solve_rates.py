@@ -32,7 +32,7 @@ from sampler.tasks.traces import build_warm_start_data
 from tests.sampler.engine.models import save_version
 from tests.sampler.tasks.conftest import SPECS, laptop_spec
 from tests.sampler.tasks.row_files import KeepAll, make_rows, write_jsonl
-from verify.plugins import Graded, GradeItem, GraderFault, Problem
+from verify.plugins import Graded, GradeItem, GraderFault, Problem, TaskSet
 
 LOG = logging.getLogger("test")
 ABOUT = {"model": "m", "samples": 4}
@@ -41,7 +41,7 @@ POOL = SamplerPool.model_validate(
 )
 
 
-class Tasks:
+class Tasks(TaskSet):
     """Problem i is solved by outputs that end with a number below i; 13's grader always fails."""
 
     eos_token_id, targets, data_digest = 1, [8], "d"
@@ -52,7 +52,7 @@ class Tasks:
     def problem(self, index: int) -> Problem:
         return Problem(f"p-{index}", "math", f"what is {index}?", {"ground_truth": str(index)})
 
-    def prompt_tokens(self, index: int, target: int | None) -> list[int]:
+    def prompt_tokens(self, index: int, target: int | None, seed: int = 0) -> list[int]:
         assert target is None
         return [7] * (index + 1)
 

@@ -74,18 +74,31 @@ def groups_of_samples() -> list[PrefillInput]:
     ]
 
 
+def in_turns(rollout: PrefillInput) -> PrefillInput:
+    """The rollout, of whose output the first and the last token and some others were sampled."""
+    own = np.random.default_rng(0).random(len(rollout.output_tokens)) < 0.5
+    own[[0, -1]] = True
+    return replace(rollout, own=own)
+
+
+def tokens_of(given: PrefillInput) -> np.ndarray:
+    """[m], the sampled tokens."""
+    return given.output_tokens[given.sampled]
+
+
 def logits_alone(policy, given: PrefillInput) -> np.ndarray:
-    """[n, V], logits / T of one rollout, by transformers' model on it alone."""
+    """[m, V], logits / T of one rollout, by transformers' model on it alone."""
     text = torch.from_numpy(np.concatenate([given.prompt_tokens, given.output_tokens]))
     with torch.inference_mode():
         states = policy.body(input_ids=text.long()[None]).last_hidden_state[0]
-        logits = states[len(given.prompt_tokens) - 1 : -1].to(policy.head.dtype) @ policy.head.T
+        states = states[len(given.prompt_tokens) - 1 + given.sampled]
+        logits = states.to(policy.head.dtype) @ policy.head.T
     return (logits / TEMPERATURE).numpy()
 
 
 def logprobs_alone(policy, given: PrefillInput) -> np.ndarray:
     every = torch.log_softmax(torch.from_numpy(logits_alone(policy, given)), -1).numpy()
-    return every[np.arange(len(every)), given.output_tokens]
+    return every[np.arange(len(every)), tokens_of(given)]
 
 
 def as_float(bits: np.ndarray) -> np.ndarray:
@@ -154,17 +167,38 @@ def test_every_family_is_computed_together_as_alone_and_with_shared_prompts(name
         np.testing.assert_allclose(*hidden, rtol=2**-7, atol=1e-5)
 
 
+@pytest.mark.parametrize("share", [0.0, 2.0])  # of repeated prompts: any is enough, none is
+def test_only_sampled_tokens_have_numbers_and_their_noise_counts_no_others(share, monkeypatch):
+    # given rollouts in whose outputs the policy sampled some of the tokens
+    monkeypatch.setattr(torch_engine, "WORTH_SHARING", share)
+    policy, whole = loaded("qwen2, tied"), [*groups_of_samples(), *rollouts()[:6]]
+    inputs = [in_turns(each) for each in whole]
+    # when they are prefilled, and the same sequences as outputs of one turn
+    outputs, others = prefill(policy, inputs), prefill(policy, whole)
+    for output, other, given in zip(outputs, others, inputs, strict=True):
+        own = given.sampled
+        # then the states of sampled tokens have the same bits, and their log-probs are the same
+        np.testing.assert_array_equal(output.hidden, other.hidden[own])
+        np.testing.assert_allclose(output.logprobs, other.logprobs[own], atol=1e-5)
+        # and the gaps are those of the noise at their index among the sampled tokens
+        noisy = logits_alone(policy, given) + noise_of(given, np.arange(VOCABULARY, dtype=np.int32))
+        gaps = noisy.max(-1) - noisy[np.arange(len(own)), tokens_of(given)]
+        np.testing.assert_allclose(output.seeded_gap, gaps, atol=5e-5)
+
+
 @pytest.mark.parametrize("rule", [None, Truncation(0.8, 10, 0.1)], ids=str)
 def test_gaps_and_distributions_are_those_of_their_definitions(rule):
-    # given rollouts that are seeded, that are not, and one that asks for nothing
-    policy, own = loaded("qwen2, tied"), rollouts()
+    # given rollouts that are seeded, that are not, and one that asks for nothing, some of them of
+    # several turns
+    policy = loaded("qwen2, tied")
+    own = [in_turns(each) if n % 2 else each for n, each in enumerate(rollouts())]
     asking = [replace(r, noise_key=None, end_token=END) for r in own[10:20]]
     inputs = [*own[:10], *asking, replace(own[20], noise_key=None)]
     # when they are prefilled together, then each has what its own logits say in numpy
     for output, given in zip(prefill(policy, inputs, truncation=rule), inputs, strict=True):
         scaled = logits_alone(policy, given)
         ids = np.arange(VOCABULARY, dtype=np.int32)[None]
-        chosen = ids == given.output_tokens[:, None]
+        chosen = ids == tokens_of(given)[:, None]
         noise = noise_of(given, ids)
         wanted = Wanted(noise is not None, given.end_token is not None, rule)
         facts = token_facts(np, scaled, noise, chosen, ids == END, wanted)
@@ -179,10 +213,10 @@ def test_gaps_and_distributions_are_those_of_their_definitions(rule):
 
 
 def noise_of(given: PrefillInput, ids: np.ndarray) -> np.ndarray | None:
-    """f32 [n, V]; None where it is not seeded."""
+    """f32 [m, V]; None where it is not seeded."""
     if given.noise_key is None:
         return None
-    position = np.arange(len(given.output_tokens), dtype=np.int32)[:, None]
+    position = np.arange(len(given.sampled), dtype=np.int32)[:, None]
     with np.errstate(over="ignore"):
         return np.asarray(gumbel(np, *map(np.int32, given.noise_key), position, ids))
 

@@ -16,7 +16,7 @@ from runspec.core.errors import UserError
 from runspec.core.schema import Data, Reward
 from sampler.tasks.graders import Graders
 from sampler.tasks.interfaces import Answer, Score
-from sampler.tasks.task_set import PromptCodec, answer_in
+from sampler.tasks.prompts import PromptCodec, answer_in
 from verify.plugins import Problem
 
 DIALOGUE = """\

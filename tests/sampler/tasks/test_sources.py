@@ -19,7 +19,8 @@ from runspec.core.errors import UserError
 from runspec.core.schema import Source
 from runspec.core.schema.source_files import source_files
 from sampler.tasks.interfaces import ProblemSource, make_source
-from sampler.tasks.task_set import Fitting, InSplit, PromptCodec, split_of
+from sampler.tasks.prompts import PromptCodec
+from sampler.tasks.task_set import Fitting, InSplit, split_of
 from tests.sampler.tasks.conftest import laptop_spec
 from tests.sampler.tasks.row_files import (
     FORMS,

@@ -23,7 +23,7 @@ from tests.verify.coordinator.deployment import RUN, Site
 from tests.waiting import eventually
 from verify.client import CoordinatorClient
 from verify.formats.submission import Rollout, decode_rollouts
-from verify.plugins import Graded, GradeItem, Problem
+from verify.plugins import Graded, GradeItem, Problem, TaskSet
 from verify.toploc import select, split
 
 LOG = logging.getLogger("worker")
@@ -110,7 +110,7 @@ class ObedientEngine:
         )
 
 
-class Counting:
+class Counting(TaskSet):
     """A task set whose problems are numbers."""
 
     eos_token_id, targets, data_digest = 0, [4, 8], ""
@@ -121,7 +121,7 @@ class Counting:
     def problem(self, index: int) -> Problem:
         return Problem(f"count-{index}", "counting", str(index), {})
 
-    def prompt_tokens(self, index: int, target: int | None) -> list[int]:
+    def prompt_tokens(self, index: int, target: int | None, seed: int = 0) -> list[int]:
         return [index, target or 0]
 
     def grade_all(self, items: Sequence[GradeItem]) -> list[Graded]:

@@ -195,7 +195,7 @@ class RolloutsView {
       el("span", { className: good }, `task ${number(row[f.task])}`),
       `${row[f.target] === null ? "" : ` · length term ${number(row[f.penalty])}`} · reward ${number(row[f.reward])} · advantage ${number(row[f.advantage])}`);
     const more = el("div", { className: "soft" },
-      `${row[f.length]} tokens${row[f.target] === null ? "" : `, ${row[f.target]} wanted`} · ends by ${detail.finish_reason} · worker ${row[f.worker]}`);
+      `${row[f.length]} tokens${detail.turns > 1 ? ` in ${detail.turns} turns` : ""}${row[f.target] === null ? "" : `, ${row[f.target]} wanted`} · ends by ${detail.finish_reason} · worker ${row[f.worker]}`);
     const failed = detail.checks.filter(([, passed]) => !passed);
     const why = detail.reason ? [el("p", { className: "bad" }, `rejected: ${detail.reason}`)] : [];
     const checks = el("details", { open: failed.length > 0 }, el("summary", {}, failed.length ? `${failed.length} checks failed` : `${detail.checks.length} checks passed`),
@@ -212,6 +212,7 @@ class RolloutsView {
     const node = el("div", { className: "tokens" }), advantage = row[f.advantage] ?? 0;
     if (shade === "difference" && !recomputed) node.append(el("p", {}, "These log-probs were not recomputed."));
     pieces.slice(0, MOST_SPANS).forEach((piece, i) => {
+      if (detail.turns > 1 && logprobs[i] === null) return node.append(el("span", { className: "observed", title: "an observation, or the template between two turns" }, piece));
       const value = shade === "log-prob" ? logprobs[i] : shade === "advantage" ? advantage
         : recomputed ? Math.abs(logprobs[i] - recomputed[i]) : 0;
       const strength = shade === "log-prob" ? -value / 5 : shade === "advantage" ? Math.abs(value) : value / 0.05;
