@@ -122,6 +122,7 @@ ROWS = {
     ),
     "one-learner": Row(ONE_CORE, table="islands"),
     "two-islands": Row({**ONE_CORE, "learner.islands": ISLANDS}, table="islands"),
+    "tools": Row(table="tools", spec="specs/tools.yaml"),
     "smollm2-sums": Row(table="model", spec="specs/smollm2.yaml"),
     "smollm2-stories": Row(
         {
