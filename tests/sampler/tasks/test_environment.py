@@ -15,11 +15,15 @@ import pytest
 
 from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
-from runspec.core.schema.source_files import ENVIRONMENT_GROUP
+from runspec.core.schema import RunSpec
+from runspec.core.schema.load import SpecFiles
+from runspec.core.schema.source_files import ENVIRONMENT_GROUP, data_digest
+from runspec.lint.check import check_spec
 from sampler.tasks.environment import MAX_STATE_BYTES, Call
 from sampler.tasks.environments.guess import Guess
 from sampler.tasks.graders import Graders
 from sampler.tasks.interfaces import Score, find_kind
+from sampler.tasks.launch import require_graders
 from tests.sampler.tasks.conftest import SPECS
 from tests.sampler.tasks.grading.plugin import install, reward
 from verify.plugins import GraderFault, Problem
@@ -186,6 +190,12 @@ REFUSED = {
 }
 
 
+def spec_playing(kind: str) -> RunSpec:
+    overrides = (f"reward.calculator.kind={kind}",)
+    files = SpecFiles(SPECS / "tools.yaml", profile="laptop", overrides=overrides)
+    return check_spec(files).require()
+
+
 @pytest.fixture
 def hostile(tmp_path, monkeypatch):
     module = f"bad_{uuid.uuid4().hex[:8]}"
@@ -214,16 +224,16 @@ def test_a_hostile_environment_is_stopped_and_named_with_its_line(hostile):
 def test_an_environment_that_no_stranger_may_play_is_refused_for_untrusted_pools(
     tmp_path, monkeypatch
 ):
-    from runspec.core.schema.load import SpecFiles
-    from runspec.lint.check import check_spec
-    from sampler.tasks.launch import require_graders
-
     source = HOSTILE.replace("max_turns = 4", 'determinism = "none"')
     points = "[runspec.environments]\nloose = loose_kind:Bad\n"
     install(tmp_path, monkeypatch, "loose_kind", points, source, name="loose-environments")
-    path = SPECS / "tools.yaml"
-    overrides = ("reward.calculator.kind=loose",)
-    spec = check_spec(SpecFiles(path, profile="laptop", overrides=overrides)).require()
     with pytest.raises(UserError, match="not the same on every machine") as error:
-        require_graders(spec)
+        require_graders(spec_playing("loose"))
     assert error.value.place == "reward.calculator.kind"
+
+
+def test_the_digest_of_the_data_names_the_environments_code(hostile, tmp_path, monkeypatch):
+    monkeypatch.chdir(SPECS)
+    before = data_digest(spec_playing("bad"))
+    (tmp_path / f"{hostile}.py").write_text(HOSTILE + "# other\n")
+    assert data_digest(spec_playing("bad")) != before
