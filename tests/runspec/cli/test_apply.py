@@ -194,13 +194,6 @@ def test_a_finished_run_says_so_and_takes_no_other_spec(finished):
     refused(runspec(*words, "--set", "seed=7"), "seed: 42 there, 7 now")
 
 
-def test_a_run_that_is_alive_elsewhere_exits_5(tmp_path):
-    with prepared(small_spec(), tmp_path):
-        done = runspec("apply", *SMALL, "--set", "steps=5", "--runs-dir", tmp_path)
-    assert done.returncode == 5
-    assert "the run is alive: held by process" in done.stderr
-
-
 @pytest.mark.usefixtures("unread_problems")
 def test_a_detached_start_that_fails_shows_the_supervisor_s_last_words(tmp_path):
     # given a run whose first stage cannot write its log
