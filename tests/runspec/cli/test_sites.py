@@ -5,7 +5,6 @@ Roles that start are in `tests/test_site_page.py`, a whole run in `tests/e2e/tes
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import stat
@@ -15,7 +14,6 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from runspec.core.roles import sign_roles
 from runspec.core.schema.load import load_resolved
 from runspec.core.signed import SigningKey
 from runspec.local.run_dir import hold
@@ -157,18 +155,6 @@ def test_what_a_role_cannot_be_is_said_and_nothing_is_made(site, tmp_path, name,
     own = [str(tmp_path / word) if word.startswith("FILE") else word for word in more]
     role = ("role", name, "--bundle", bundle(site, of), "--dir", tmp_path / "role")
     refused(runspec(*role, *own), *words)
-    assert not (tmp_path / "role").exists()
-
-
-def test_an_expired_bundle_starts_nothing(site, tmp_path):
-    root = SigningKey.load(site / "keys" / "root.key")
-    held = {role: [root.public_hex] for role in ("publisher", "coordinator", "validator")}
-    old = sign_roles("small", held, root, valid_s=60.0, now=1e9).decode()
-    for name in ("trunk", "validator-0"):
-        whole = json.loads(bundle(site, name).read_text())
-        (tmp_path / "old.json").write_text(json.dumps({**whole, "roles.json": old}))
-        done = runspec("role", name, "--bundle", tmp_path / "old.json", "--dir", tmp_path / "role")
-        refused(done, "old.json", "expired", "runspec prepare")
     assert not (tmp_path / "role").exists()
 
 
