@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 from rich.live import Live
-from tokenizers import Tokenizer
 
 from bridge.conversion import export_checkpoint, import_model
 from runspec.cli.apply import LiveView, PlainView
@@ -260,27 +259,19 @@ def trained(finished, tmp_path):
     return tmp_path / "runs"
 
 
-def test_the_printed_line_loads_a_model_that_generates(trained):
+def test_a_finished_run_has_lines_that_load_its_model(trained):
+    """Those for transformers are the model card's, which test_run_dir.py runs."""
     # given a finished run, whose model's directory is named, and nothing is missing in it
     folder = trained / "small" / "weights" / "v5"
     described = of(trained, "describe").stdout
     assert f"version 5, the last, as a Hugging Face directory: {folder}" in described
     assert "it has no" not in described and "damaged" not in described
     assert f'vLLM: from vllm import LLM; model = LLM("{folder}")' in described
-    # when somebody runs the line for transformers
-    [line] = [text for text in described.splitlines() if "transformers: " in text]
-    names: dict[str, Any] = {}
-    exec(line.partition(": ")[2], names)
-    # then the model answers, in the tokens that the roles know
-    messages = [{"role": "user", "content": "Spell backward: stop"}]
-    prompt = names["tokenizer"].apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    text = "Spell backward: stop\n<think>"
-    own = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False)
-    assert prompt["input_ids"].tolist() == [own.ids]
-    output = names["model"].generate(**prompt, max_new_tokens=4, do_sample=False)
-    assert output.shape[1] > len(own.ids)
+    assert (
+        "transformers: from transformers import AutoModelForCausalLM, AutoTokenizer; "
+        f'tokenizer = AutoTokenizer.from_pretrained("{folder}"); '
+        f'model = AutoModelForCausalLM.from_pretrained("{folder}")\n'
+    ) in described
 
 
 def test_the_end_of_a_run_names_the_model_and_what_is_missing(trained):
