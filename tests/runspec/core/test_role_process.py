@@ -35,9 +35,7 @@ from runspec.core.connection_limits import (
 from runspec.core.errors import UserError
 from runspec.core.files import (
     atomic_file,
-    new_directory,
     read_bounded,
-    remove_leftovers,
     write_atomic,
 )
 from runspec.core.http_client import LateAnswer, LongAnswer, NoAnswer, fetch, fetch_now, new_session
@@ -318,26 +316,6 @@ def test_a_file_appears_only_when_its_block_succeeds(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_directory_appears_only_when_the_block_succeeds(tmp_path):
-    with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "v1") as folder:
-        (folder / "half").write_bytes(b"x")
-        raise ZeroDivisionError
-    assert list(tmp_path.iterdir()) == []
-    with new_directory(tmp_path / "v1") as folder:
-        (folder / "whole").write_bytes(b"x")
-    assert (tmp_path / "v1" / "whole").read_bytes() == b"x"
-    with pytest.raises(FileExistsError), new_directory(tmp_path / "v1"):
-        pass
-
-
-def test_leftovers_of_a_killed_process_are_removed(tmp_path):
-    (tmp_path / ".tmp-1-a").write_bytes(b"")
-    (tmp_path / ".tmp-2-b").mkdir()
-    (tmp_path / "kept").write_bytes(b"")
-    remove_leftovers(tmp_path)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["kept"]
-
-
 def test_read_bounded_refuses_one_byte_too_many(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"12345")
@@ -372,11 +350,6 @@ def test_exit_codes_tell_a_persons_error_from_ours(body, code, said, capsys):
     assert process.run_role("tester", lambda log: body()) == code
     printed = capsys.readouterr().err
     assert said in printed and "tester" in printed
-
-
-def test_a_role_that_ends_by_itself_did_well(capsys):
-    assert process.run_role("tester", lambda log: log.info("done")) == 0
-    assert "I tester done" in capsys.readouterr().err
 
 
 ROLE = """
