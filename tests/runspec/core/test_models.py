@@ -193,18 +193,9 @@ def test_devices_are_counted_over_topology_and_slices(fields, slices, count):
     assert device_count(hardware, slices) == count
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("TPU v5 lite", "tpu-v5e"),
-        ("TPU v5", "tpu-v5p"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40g"),
-        ("NVIDIA H100 80GB HBM3", "h100-80g"),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
-    ],
-)
-def test_a_device_is_found_by_the_name_that_jax_gives_it(name, kind):
-    assert jax_device(name) == DEVICES[kind]
+def test_a_device_is_found_by_the_name_that_jax_gives_it():
+    """Others: `test_peaks_of_devices_as_they_call_themselves` of the learner."""
+    assert jax_device("NVIDIA A100-SXM4-40GB") == DEVICES["a100-40g"]
 
 
 PLAIN = """\
