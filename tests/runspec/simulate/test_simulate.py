@@ -19,9 +19,6 @@ pytestmark = pytest.mark.slow
 
 LAPTOP = [SPECS / "target_short.yaml", "--profile", "laptop"]
 """Steps of 16 groups in leases of 8; a lease lasts 60 s; undisturbed a step takes 0.42 s."""
-LONG, PLACEMENTS = SPECS / "target_long.yaml", SPECS / "placements"
-ASYNC_LEVEL = 2
-"""Of the shipped specs. So many steps at the end of a run nobody samples ahead of."""
 
 
 def sets(*changes: str) -> list[str]:
@@ -45,10 +42,10 @@ def group(result: dict[str, Any], name: str) -> dict[str, Any]:
     return next(group for group in result["groups"] if group["name"] == name)
 
 
-def step_seconds(result: dict[str, Any], *, leave_out: int = 0) -> float:
-    """Mean time of a step in the later half of the run, without the last `leave_out` steps."""
+def step_seconds(result: dict[str, Any]) -> float:
+    """Mean time of a step in the later half of the run."""
     ends = [step["trained_at"] for step in result["steps"] if step["trained_at"] is not None]
-    settled = ends[len(ends) // 2 : len(ends) - leave_out]
+    settled = ends[len(ends) // 2 :]
     return (settled[-1] - settled[0]) / (len(settled) - 1)
 
 
