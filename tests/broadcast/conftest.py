@@ -235,6 +235,12 @@ def large_chunk(run: Run, size: int = 64 * 1024 * 1024) -> Path:
     return path
 
 
+def flip_a_bit(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     """The files of a fetched version, without its manifest."""
     return {p.name: p.read_bytes() for p in directory.iterdir() if p.name != "manifest.json"}

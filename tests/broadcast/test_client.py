@@ -35,6 +35,7 @@ from tests.broadcast.conftest import (
     contents,
     fetch,
     fetched,
+    flip_a_bit,
     hold_chunks,
     intact,
     not_fetched,
@@ -112,12 +113,6 @@ def test_each_moves_what_it_lacks(run: Run, counted: Counted) -> None:
     assert manifests == [f"/demo/versions/{version}/manifest.json" for version in (3, 2)]
     assert counted.moved() == versions.weights_bytes(2) + counted.size(3, 3)
     assert list((run.folder / "joiner").glob(".[pd]*")) == []
-
-
-def flip_a_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_damaged_base_is_named_and_fetched_anew(run, counted, caplog):

@@ -22,6 +22,7 @@ from tests.broadcast.conftest import (
     Run,
     fetch,
     fetched,
+    flip_a_bit,
     intact,
     newest,
     no_latest,
@@ -122,12 +123,6 @@ def test_all_servers_die_and_come_back_while_a_client_waits(run: Run) -> None:
     not_fetched(run.client(servers[0].url, cache="new"), servers[0].url, "manifest of version 0")
 
 
-def flip_a_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 DAMAGES: list[Callable[[Path], object]] = [
     flip_a_bit,
     lambda path: path.write_bytes(path.read_bytes()[:-1]),
@@ -219,7 +214,7 @@ def test_only_what_is_missing_or_damaged_is_fetched_again(run: Run, lie: Answer)
     partial_file = run.folder / "broken" / ".partial-v0" / "model.safetensors"
     while len(intact(run, partial_file)) < len(chunks) - 1:
         not_fetched(run.client(server.url, cache="broken"), server.url, place)
-    flip_a_bit(partial_file)
+    flip_a_bit(partial_file, 2500)
     # when the client starts again, then exactly the missing and the damaged chunk are fetched
     again = run.static()  # a request that was cancelled may still come to the other server
     assert fetched(run.client(again.url, cache="broken")) == weights()
