@@ -4,9 +4,7 @@ and tensor, a bounded allocation, and nothing written outside the tensor."""
 
 import json
 import shutil
-import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +44,7 @@ from tests.bridge.delta.weights import (
     write_blocks,
     write_weights,
 )
+from tests.fuzz.bounds import bounded
 
 TYPES = st.sampled_from([np.uint16, np.uint32])
 SECOND = "model-00002-of-00002.safetensors"
@@ -80,17 +79,6 @@ def deltas(tmp_path: Path, versions: list[Path]) -> list[Path]:
     for number, delta in enumerate(made):
         write_delta(versions[number], versions[number + 1], delta)
     return made
-
-
-@contextmanager
-def bounded(limit: int) -> Iterator[None]:
-    """Holds that the block never has more memory than the limit."""
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < limit
-    finally:
-        tracemalloc.stop()
 
 
 def copy(directory: Path) -> Path:
