@@ -29,7 +29,7 @@ from runspec.core.run_files import step_folder
 from runspec.core.schema.load import load_resolved
 from runspec.core.signed import SigningKey
 from tests.attacks.hostile_keys import hostile, standings
-from tests.harness import LiveRun, runspec, standing_still
+from tests.harness import LiveRun, standing_still
 from tests.preloaded import Program
 from tests.processes import alive, descendants
 from tests.role_folder import write_folder
@@ -290,13 +290,3 @@ def test_the_newest_version_is_published_and_the_report_written(finished: Finish
 def test_a_role_that_is_started_again_has_its_port_for_figures(finished: Finished) -> None:
     for log in (finished.run.dir / "logs").glob("*.log"):
         assert "no metrics at" not in log.read_text()
-
-
-def test_a_finished_run_says_so_and_can_be_deleted(finished: Finished) -> None:
-    run = finished.run
-    run.apply()
-    assert run.process is not None and run.process.wait() == 0
-    assert "finished" in run.output().lower()
-    done = runspec("delete", run.name, "--runs-dir", run.runs_dir, "--yes")
-    assert done.returncode == 0, done.stderr
-    assert not run.dir.exists()
