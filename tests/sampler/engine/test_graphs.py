@@ -1,5 +1,4 @@
-"""Beside others' rows and CUDA graphs: the former change nothing; of the latter, outputs are
-overwritten by the next step, and nothing waits for the device.
+"""Beside others' rows, which change nothing, and CUDA graphs, where nothing waits for the device.
 
 There is no GPU here: devices are torch's fake ones, which have shapes and no numbers, so that
 whatever reads a number fails.
@@ -12,7 +11,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -20,10 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate
 
-from sampler.engine.requests import split_recorded
-from sampler.engine.sampling import GumbelSampler, Rules, TokenRecorder, Vocabulary, _win
+from sampler.engine.sampling import TokenRecorder
 from sampler.engine.worker_extension import SeededSampler, sampling_arguments
-from verify.toploc import build_proofs, build_proofs_of
 
 VOCABULARY = 50
 OTHER = SamplingParams(temperature=0.0)
@@ -80,27 +76,6 @@ CUDA = torch.device("cuda", 0)
 HIDDEN = 16
 
 
-def test_a_step_may_overwrite_the_outputs_of_the_one_before() -> None:
-    """A graph's outputs lie where those of its last replay lay."""
-    steps = 70
-    recorder = TokenRecorder(2, steps, HIDDEN, torch.device("cpu"))
-    states = torch.randn(steps, 1, HIDDEN, generator=torch.Generator().manual_seed(0))
-    tokens, logprobs, hidden = torch.zeros(1, dtype=torch.int64), torch.zeros(1), states[0].clone()
-    for position in range(steps):
-        tokens.fill_(position)
-        logprobs.fill_(-float(position))
-        hidden.copy_(states[position])
-        recorder.record(np.array([1]), np.array([position]), tokens, logprobs, hidden)
-    hidden.zero_()
-
-    (found,) = split_recorded(recorder.take([1], [steps]), [steps], ["length"])
-
-    assert found.output_tokens.tolist() == list(range(steps))
-    assert found.logprobs.tolist() == [-float(position) for position in range(steps)]
-    bits = states[:, 0].to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-    assert build_proofs_of([found.selection]) == [build_proofs(bits)]
-
-
 class _NoWaiting(TorchDispatchMode):
     """Fails where a copy between host and device waits for it."""
 
@@ -146,24 +121,3 @@ def test_sampling_and_recording_never_wait_for_the_device(monkeypatch: pytest.Mo
             sampler.see_hidden(torch.zeros(2, HIDDEN, dtype=torch.bfloat16, device=CUDA))
             marks = sampler.apply(torch.zeros(2, VOCABULARY, device=CUDA))
             assert marks.device == CUDA
-
-
-def test_the_race_is_one_graph_of_torch_and_chooses_as_without() -> None:
-    """`fullgraph` fails where Python would look at a number."""
-    rows = 3
-
-    def column(value: float, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((rows, 1), value, dtype=dtype)
-
-    keys = [torch.arange(rows, dtype=torch.int32)[:, None] + n for n in (5, 900)]
-    rules = Rules(
-        *keys, column(0.7, torch.float32), column(0.9, torch.float32), column(20, torch.int32)
-    )
-    at = torch.arange(rows, dtype=torch.int32)[:, None]
-    graph = torch.compile(_win, fullgraph=True, dynamic=True, backend="eager")
-    vocabulary = Vocabulary.of(VOCABULARY, torch.device("cpu"))
-
-    expected = GumbelSampler(torch.device("cpu")).run(logits(rows), rules, at)
-    found = graph(logits(rows), rules, at, vocabulary)
-
-    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])

@@ -148,8 +148,9 @@ def test_compiled_as_on_cuda_it_is_the_same_function(backend):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("torch compiles for CPUs with g++")
     compiled = torch.compile(sampling._win, dynamic=True, fullgraph=True, backend=backend)
-    for rows, size, seed in ((8, 192, 5), (20, 1000, 6)):
-        rules, positions = rules_of(seed, rows, temperature=0.8), positions_of(rows)
+    cuts = {"top_p": 0.9, "top_k": 20}
+    for rows, size, seed, cut in ((8, 192, 5, {}), (20, 1000, 6, {}), (3, 50, 7, cuts)):
+        rules, positions = rules_of(seed, rows, temperature=0.8, **cut), positions_of(rows)
         vocabulary = Vocabulary.of(size, CPU)
         scores, _ = expected_scores(logits_of(rows, size), rules, positions)
         plain = sampling._win(logits_of(rows, size), rules, positions, vocabulary)
