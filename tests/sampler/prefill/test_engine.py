@@ -19,10 +19,11 @@ from runspec.core.errors import UserError
 from sampler import prefill as torch_engine
 from sampler.prefill import batches_by_length
 from tests.learner_jax.families import FAMILIES, VOCABULARY, saved
+from tests.learner_jax.test_prefill import in_turns
 from tests.verify.small_model import small_spec
 from verify.checks.prefill import judge_proofs
 from verify.noise import gumbel
-from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation, load_prefill_engine
+from verify.plugins import PrefillInput, PrefillOutput
 from verify.recompute import TokenFacts, Wanted, token_facts
 from verify.thresholds import BFLOAT16, FLOAT32
 from verify.toploc import build_proofs
@@ -72,13 +73,6 @@ def groups_of_samples() -> list[PrefillInput]:
         for prompt in prompts
         for number, output in enumerate(outputs)
     ]
-
-
-def in_turns(rollout: PrefillInput) -> PrefillInput:
-    """The rollout, of whose output the first and the last token and some others were sampled."""
-    own = np.random.default_rng(0).random(len(rollout.output_tokens)) < 0.5
-    own[[0, -1]] = True
-    return replace(rollout, own=own)
 
 
 def tokens_of(given: PrefillInput) -> np.ndarray:
@@ -318,14 +312,6 @@ def test_a_version_that_is_not_whole_or_of_no_family_is_refused(flaw, says, tmp_
         config.write_text(config.read_text().replace('"llama"', '"gpt2"'))
     with pytest.raises(UserError, match=says):
         torch_engine.load_policy(tmp_path, learner(), CPU)
-
-
-def test_the_spec_chooses_the_engine_by_its_name(tmp_path):
-    spec, where = small_spec(), WeightsLocation("small", ["http://x"], "00" * 32, tmp_path)
-    chosen = spec.verify.model_copy(update={"engine": "torch"})
-    engine = load_prefill_engine(spec.model_copy(update={"verify": chosen}), where)
-    assert isinstance(engine, torch_engine.TorchPrefill)
-    engine.close()
 
 
 @hypothesis.settings(derandomize=True)
