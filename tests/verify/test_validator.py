@@ -33,7 +33,7 @@ from verify.client import RunFinished, WorkItem
 from verify.formats.submission import Rollout
 from verify.formats.verdict import RolloutVerdict, VerdictEnvelope, decode_verdicts, open_verdict
 from verify.recompute import PrefillNotFinite
-from verify.validator import MAX_CLAIMS, MAX_FAULTS, Validator, is_drawn
+from verify.validator import MAX_CLAIMS, MAX_FAULTS, Validator
 from verify.watchdog import Stages
 
 WORKER, COORDINATOR, VALIDATOR = fixed_key(1), fixed_key(2), fixed_key(3)
@@ -176,15 +176,6 @@ def test_what_is_queued_is_claimed_together_and_prefilled_at_once(
     serve(coordinator)
     assert coordinator.engine.prefills == [8 * MAX_CLAIMS, 8]
     assert coordinator.waits[0] > 0 and set(coordinator.waits[1:MAX_CLAIMS]) == {0.0}
-
-
-def test_the_draw_for_prefill_follows_the_share_and_the_key() -> None:
-    digests = [digest_bytes(str(number).encode()) for number in range(2000)]
-    share, other = ([is_drawn(key, d, 0.3) for d in digests] for key in (VALIDATOR, WORKER))
-    assert 0.25 < sum(share) / 2000 < 0.35  # 5 sigma
-    agreement = sum(a == b for a, b in zip(share, other, strict=True)) / 2000
-    assert 0.52 < agreement < 0.64  # 0.58 for independent draws
-    assert all(is_drawn(VALIDATOR, d, 1.0) and not is_drawn(VALIDATOR, d, 0.0) for d in digests)
 
 
 @pytest.mark.parametrize(("asked", "floor", "drawn"), [(0.0, 1.0, 1), (1.0, 0.0, 1), (0.0, 0.0, 0)])
