@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
-from runspec.core.process import RunStopped
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import evaluation_file, submission_files
 from runspec.core.signed import SigningKey, sign_document
@@ -68,20 +66,6 @@ def test_a_run_from_its_first_lease_to_its_last_batch(site: Site):
 
 
 # -- What ends it --------------------------------------------------------------------------------
-
-
-def test_a_stalled_step_ends_the_server_with_the_reason(tmp_path: Path):
-    few = {"fill": {"max_groups": 1.0}}
-    site = Site(tmp_path, tiny_spec(lease_timeout="50ms", algorithm=few))
-    site.publish(0)
-    with site.origin(), site.serving() as server:
-        key, _ = site.worker()
-        hasty = site.client(key, deadline_s=1.0)
-        while not server.done():  # it leases all that a step may lease, and delivers nothing
-            with suppress(UserError):  # the server may end before it answers
-                hasty.lease(0.0)
-        with pytest.raises(RunStopped, match=r"step 0 stalled: 0 of 4.*4 groups withheld or late"):
-            server.result()
 
 
 def test_roles_that_the_root_did_not_sign_stop_the_start(site: Site):
