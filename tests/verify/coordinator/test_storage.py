@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import resource
 import signal
-import socket
 import sqlite3
 import sys
 import threading
@@ -50,7 +48,7 @@ from verify.coordinator.machine.events import CoordinatorStarted
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
 from verify.coordinator.requests import Refusal
-from verify.coordinator.run import Closing, serve
+from verify.coordinator.run import Closing
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
@@ -146,16 +144,6 @@ def test_a_full_disk_leaves_nothing_behind_and_ends_nothing(site: Site, room: st
         assert len(list(folder.iterdir())) == 4 and process.poll() is None
     report = audit(site.run_dir, root_key=site.root.public_hex)
     assert (report.findings, report.files_read) == ([], 4)
-
-
-def test_a_taken_port_stops_the_start_and_is_named(site: Site):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        where = {"weights": site.weights, "root_public_key": site.root.public_hex}
-        starting = serve(site.run_dir, host="127.0.0.1", port=port, started=print, **where)
-        with pytest.raises(UserError, match="the port is taken") as refused:
-            asyncio.run(starting)
-    assert refused.value.place == f"127.0.0.1:{port}"
 
 
 # -- Files and rows ------------------------------------------------------------------------------
