@@ -206,9 +206,6 @@ def test_sft_trains_all_of_plain_text(tmp_path: Path) -> None:
         (SILENT, SHORT, "the chat template does not render what the assistant says"),
         ("{{ raise_exception('no') }}", SHORT, "the chat template fails: no"),
         (MARKED, [{"role": "assistant", "content": "\ue0f0"}], "the character U+E0F0"),
-        (MARKED, "the sun", "'messages' holds no list of messages"),
-        (MARKED, [{"content": "the sun"}], "'messages' holds no list of messages"),
-        (MARKED, None, "'messages' holds no list of messages"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_rendered_is_named(

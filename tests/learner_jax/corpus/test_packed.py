@@ -348,25 +348,6 @@ def test_a_read_follows_from_the_seed_and_its_number_alone() -> None:
     assert len({read.name for read in many}) == 5000
 
 
-def test_bases_follow_the_table_of_their_organism() -> None:
-    # given reads of one organism
-    reads = GeneratedReads(organisms=1, reads=4000, length=100, seed=0)
-    texts = [read.text for read in reads.documents()]
-    codes = np.array([[b"ACGT".index(base) for base in text.encode()] for text in texts])
-    context = 16 * codes[:, :-3] + 4 * codes[:, 1:-2] + codes[:, 2:-1]
-    # when the bases after each context are counted
-    counts = np.zeros((64, 4))
-    np.add.at(counts, (context, codes[:, 3:]), 1)
-    # then their shares are the table's, to four standard errors
-    total = counts.sum(axis=-1, keepdims=True)
-    table = reads.tables()[0]
-    error = np.sqrt(table * (1 - table) / np.maximum(total, 1))
-    assert (np.abs(counts / np.maximum(total, 1) - table) <= 4 * error + 1e-9)[
-        total[:, 0] > 0
-    ].all()
-    assert (total > 0).sum() > 32
-
-
 def test_the_shipped_tokenizer_is_that_of_the_first_reads_of_the_laptop_profile() -> None:
     # given the reads of the laptop's source
     spec = check_spec(SpecFiles(ROOT / "specs" / "metagene.yaml", "laptop"), environ={}).require()

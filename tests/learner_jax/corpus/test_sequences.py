@@ -201,13 +201,6 @@ def test_nucleotides_have_the_ids_of_the_release(many_reads: Path, tmp_path: Pat
     assert len(ids) < 14
 
 
-def test_equal_input_gives_equal_bytes(many_reads: Path, tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        assert train(many_reads, tmp_path / name, "--vocab", "300", "--scheme", "nucleotides") == 0
-    first, second = ((tmp_path / n / "tokenizer.json").read_bytes() for n in ("one", "two"))
-    assert first == second
-
-
 def test_text_is_bytes_with_single_digits(tmp_path: Path) -> None:
     # given a vocabulary that would merge 12 and 34
     source = tmp_path / "sums.txt"

@@ -104,11 +104,6 @@ def test_a_gzip_that_is_cut_off_is_named_after_its_last_document(tmp_path: Path)
         texts(path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none\.txt: cannot read: No such file"):
-        texts(tmp_path / "none.txt")
-
-
 @pytest.mark.parametrize(
     ("name", "data"), [("a.txt", b"x" * 33), ("a.fa", b">a\n" + b"ACG\n" * 11)]
 )
