@@ -260,17 +260,6 @@ def test_distances_to_the_sampler_are_those_of_their_formulas():
     assert numbers["policy_drift_signed"] == pytest.approx(np.mean(current - mu))
 
 
-def test_metrics_of_microbatches_merge_to_those_of_the_batch():
-    fields, logprobs, entropy = batch_of()
-
-    def metrics_of(rows: slice) -> LossMetrics:
-        inputs = LossInputs(**{name: value[rows] for name, value in fields.items()})
-        return grpo_loss(logprobs[rows], entropy[rows], SEGMENTS[rows], inputs, Grpo())[1]
-
-    merged = LossMetrics.zeros().merge(metrics_of(slice(0, 1))).merge(metrics_of(slice(1, 2)))
-    assert merged.means() == pytest.approx(metrics_of(slice(0, 2)).means(), rel=1e-5)
-
-
 def test_a_kl_term_without_a_reference_is_refused():
     fields, logprobs, entropy = batch_of()
     inputs = LossInputs(**{**fields, "ref_logprobs": None})
