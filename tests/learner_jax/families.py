@@ -118,8 +118,12 @@ def saved(name: str) -> Path:
 
 
 def loaded(name: str, dtype: str) -> Any:
+    return loaded_from(saved(name), dtype)
+
+
+def loaded_from(directory: Path, dtype: str) -> Any:
     """transformers' own model, to be called in `in_double`."""
-    stored = AutoModelForCausalLM.from_pretrained(saved(name), dtype=torch.float32)
+    stored = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with in_double(dtype):  # RoPE's frequencies are computed here
         model = AutoModelForCausalLM.from_config(
             stored.config, dtype=getattr(torch, dtype), attn_implementation="eager"

@@ -23,7 +23,7 @@ from learner_jax.step import build_programs
 from learner_jax.training import supervised_step
 from runspec.core.models.family import load_config
 from runspec.core.schema import Mesh, Optimizer, ZLoss
-from tests.learner_jax.families import in_double
+from tests.learner_jax.families import in_double, loaded_from
 from tests.learner_jax.test_supervised import rows_of, supervised_spec
 
 pytestmark = pytest.mark.slow
@@ -52,17 +52,6 @@ def save_llama(folder: Path) -> Path:
     return folder
 
 
-def load_llama(folder: Path, dtype: str) -> Any:
-    """transformers' own model, to be called in `in_double`."""
-    stored = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with in_double(dtype):  # RoPE's frequencies are computed here
-        model = AutoModelForCausalLM.from_config(
-            stored.config, dtype=getattr(torch, dtype), attn_implementation="eager"
-        )
-    model.load_state_dict(stored.state_dict())
-    return model
-
-
 def documents() -> list[list[np.ndarray]]:
     """Of each update: walks along a ring of tokens, so that there is something to learn."""
     draw = np.random.default_rng(0)
@@ -88,7 +77,7 @@ def rate_of(optimizer: Optimizer, n: int) -> float:
 def their_losses(
     folder: Path, dtype: str, settings: Optimizer, rates: Sequence[float]
 ) -> list[float]:
-    model, losses = load_llama(folder, dtype), []
+    model, losses = loaded_from(folder, dtype), []
     optimizer = torch.optim.AdamW(
         model.parameters(),
         betas=settings.betas,
