@@ -232,7 +232,7 @@ class Examiner:
         for (version, digest, name), alike in together.items():
             requests = [
                 prefill_request(
-                    row,
+                    c.subject.part_of(row),
                     c.subject.lease,
                     seeded=c.subject.pool.sampling.seeded,
                     end_token=self._task_set.eos_token_id,
@@ -289,7 +289,7 @@ def _verdict(case: _Case) -> Verdict:
         recomputed = subject.recomputed or [None] * len(subject.rollouts)
         prints = [
             fingerprints(row.output_tokens, row.logprobs if numbers is None else numbers.logprobs)
-            for row, numbers in zip(subject.rollouts, recomputed, strict=True)
+            for row, numbers in zip(map(subject.part_of, subject.rollouts), recomputed, strict=True)
         ]
         subject = replace(subject, fingerprints=prints)
         found = examine(DUPLICATE_CHECKS, subject, found)
@@ -308,8 +308,10 @@ def _row_verdict(
     recomputed = subject.recomputed[number] if subject.recomputed else None
     noise, gaps = subject.limits.gap_noise, recomputed.seeded_gap if recomputed else None
     replayed = subject.replay_of(rollout)
-    played = replayed is not None and replayed.episode.fault is None
-    between, between_lengths = gaps_of(replayed.between if replayed and played else None)
+    failed = replayed is not None and replayed.episode.fault is not None
+    if failed:  # its first turns alone were recomputed
+        recomputed = None
+    between, between_lengths = gaps_of(replayed.between if replayed and not failed else None)
     return RolloutVerdict(
         submission=subject.submission,
         row=number,

@@ -8,7 +8,7 @@ time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,8 +95,30 @@ class Replayed:
     """Tokens that each turn could have, at most."""
     goes_on: bool
     """Whether the environment would have had another turn, and there was room for it."""
+    turns: int
+    """Turns that were played; fewer than the rollout's if the environment failed or the episode
+    ended before."""
     episode: plugins.Episode
     """Played to its end."""
+
+    def part_of(self, rollout: Rollout) -> Rollout:
+        """Return the turns that were played before the environment failed, all if it did not.
+
+        A rollout whose environment fails is never trained. Its tokens are judged all the same: else
+        a worker could choose a message that makes the environment fail, and so withhold the group.
+        Proofs are over chunks of the whole, and are left out.
+        """
+        if self.episode.fault is None or rollout.turns is None:
+            return rollout
+        played = rollout.turns[: self.turns]
+        until = int(played.sum())
+        return replace(
+            rollout,
+            output_tokens=rollout.output_tokens[:until],
+            logprobs=rollout.logprobs[:until],
+            turns=played,
+            proofs=[],
+        )
 
 
 def replay(rollout: Rollout, episode: plugins.Episode, pool: SamplerPool) -> Replayed:
@@ -109,9 +131,11 @@ def replay(rollout: Rollout, episode: plugins.Episode, pool: SamplerPool) -> Rep
     """
     turns = [turn.tolist() for turn in split_turns(rollout.output_tokens, rollout.turns)]
     longest = pool.max_model_len - len(rollout.prompt_tokens)
+    if episode.fault is not None:  # at its start
+        return Replayed([], [], False, 0, episode)
     between: list[list[int]] = []
     limits = [turn_room(episode.per_turn, pool.max_new_tokens, longest)]
-    sequence = own = 0
+    sequence = own = number = 0
     following: list[int] | None = None
     for number, turn in enumerate(turns, start=1):
         following = episode.follow(turns[:number])
@@ -126,7 +150,7 @@ def replay(rollout: Rollout, episode: plugins.Episode, pool: SamplerPool) -> Rep
         if number < len(turns):
             between.append(following)
             limits.append(room)
-    return Replayed(between, limits, following is not None, episode)
+    return Replayed(between, limits, following is not None, number, episode)
 
 
 def recompute(
@@ -152,7 +176,11 @@ def recompute(
         )
         for output in outputs:
             _require_finite(output, version)
-        proofs = verify_proofs_batch([o.hidden for o in outputs], [r.proofs for r in portion])
+        hidden = [
+            output.hidden if request.proofs else output.hidden[:0]
+            for output, request in zip(outputs, portion, strict=True)
+        ]
+        proofs = verify_proofs_batch(hidden, [request.proofs for request in portion])
         results += [
             Recomputed(output.logprobs, output.seeded_gap, proof, output.choices)
             for output, proof in zip(outputs, proofs, strict=True)

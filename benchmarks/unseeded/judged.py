@@ -40,7 +40,8 @@ class Summary:
 
 
 def summary(row: Row, limits: Limits) -> Summary:
-    ends = end_sums(row.choices, ended=row.ended, tau=limits.gap)
+    ended = row.ended & (np.arange(len(row.tokens)) == len(row.tokens) - 1)
+    ends = end_sums(row.choices, ended=ended, tau=limits.gap)
     outside = row.choices.outside
     return Summary(sums(row.choices, limits.gap_mean), ends, outside, len(row.tokens))
 

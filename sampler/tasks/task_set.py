@@ -215,7 +215,10 @@ class RunTask:
         )
 
     def _open(self, index: int, seed: int) -> Reply:
-        return self._graders.play([Call(self.problem(index), "start", [seed])])[0]
+        calls = [Call(self.problem(index), "start", [seed])]
+        reply = self._graders.play(calls)[0]
+        # A single failure may have a local cause.
+        return reply if isinstance(reply, dict) else self._graders.play(calls)[0]
 
     def grade_all(self, items: Sequence[GradeItem]) -> list[Graded | GraderFault]:
         """Grade outputs: R = T + P, with T of the answer, or of the episode, and P of the length of

@@ -68,86 +68,117 @@ LIES: dict[str, tuple[Edit, str]] = {
 }
 
 
+def told_a_lie(rollouts: list[Rollout], lie: str) -> int | None:
+    """Tells it of the first row that it fits, and returns which; None if it fits none."""
+    fits = (i for i, row in enumerate(rollouts) if len(row.turns) == 3 and row.turns[0] > 2)
+    if (which := next(fits, None)) is not None:
+        rollouts[which] = LIES[lie][0](rollouts[which])
+    return which
+
+
+class Deaf(TurnsWorker):
+    """Samples behind other observations than the environment's."""
+
+    def turn(self, text, key, first, room):
+        heard = [0 if token in OBSERVED else token for token in text]
+        return super().turn(heard, key, first, room)
+
+
+class Anew(TurnsWorker):
+    """Begins the noise anew with each turn."""
+
+    def turn(self, text, key, first, room):
+        return super().turn(text, key, 0, room)
+
+
+class Twice(TurnsWorker):
+    """Asks a tool twice and keeps the better result: the second turn has other noise."""
+
+    def turn(self, text, key, first, room):
+        offers = [super(Twice, self).turn(text, key, at, room) for at in (first, first + 50)]
+        return max(offers, key=lambda turn: sum(token % 2 == 0 for token in turn) / len(turn))
+
+
+class CarryingTask(CountTask):
+    """Its episodes go on from what was seen before."""
+
+    def episode(self, index: int, seed: int) -> Episode | None:
+        episode = Count(seed)
+        follow = episode.follow
+
+        def carried(turns):
+            kept = episode.seen + 5
+            found = follow(turns)
+            return None if found is None else [*found[:-1], 1 + kept % (VOCAB - 1)]
+
+        episode.follow = carried  # type: ignore[method-assign]
+        return episode
+
+
+class Carrying(TurnsWorker):
+    """Carries state from one sample to the next."""
+
+    def __init__(self, key, model, spec, task_set) -> None:
+        super().__init__(key, model, spec, CarryingTask())
+
+
+CHEATS = [Deaf, Anew, Twice, Carrying]
+
+
+def cheated(bench: TurnsBench, cheat: type[TurnsWorker]) -> list[Rollout]:
+    worker = cheat(bench.worker_key, bench.worker.model, bench.spec, bench.task_set)
+    return bench.rollouts_of(worker)
+
+
+def same_tokens(first: list[Rollout], second: list[Rollout]) -> bool:
+    pairs = zip(first, second, strict=True)
+    return all(a.output_tokens.tolist() == b.output_tokens.tolist() for a, b in pairs)
+
+
 class TestLiesAboutTurns:
     """Each is found by the replay, or by the lengths alone."""
 
     @pytest.mark.parametrize("lie", LIES)
     def test_a_lie_about_turns_is_rejected_by_the_check_that_is_for_it(self, bench, lie):
-        edit, check = LIES[lie]
         rollouts = bench.honest()
-        which = next(
-            i for i, row in enumerate(rollouts) if len(row.turns) == 3 and row.turns[0] > 2
-        )
-        rollouts[which] = edit(rollouts[which])
-
-        verdict = bench.verdict(rollouts)
-
-        assert not verdict.accepted and verdict.reason.startswith(f"{check}: row {which}"), verdict
+        which = told_a_lie(rollouts, lie)
+        assert bench.verdict(rollouts).reason.startswith(f"{LIES[lie][1]}: row {which}")
 
 
 class TestOtherEpisodes:
     """Turns that were sampled behind another text, or with other noise, than the lease's."""
 
-    def test_an_observation_altered_at_the_worker_is_found_where_it_changes_a_token(self, bench):
-        """The validator makes the observation itself. So the claims are of another sequence."""
-        for row in (honest := bench.honest()):
-            assert row.turns is not None
-
-        class Deaf(TurnsWorker):
-            def turn(self, text, key, first, room):
-                return super().turn(
-                    [0 if token in OBSERVED else token for token in text], key, first, room
-                )
-
-        deaf = Deaf(bench.worker_key, bench.worker.model, bench.spec, bench.task_set)
-        heard = bench.rollouts_of(deaf)
-        assert any(
-            a.output_tokens.tolist() != b.output_tokens.tolist()
-            for a, b in zip(honest, heard, strict=True)
-        )
-        verdict = bench.verdict(heard)
+    @pytest.mark.parametrize("cheat", CHEATS)
+    def test_other_tokens_than_the_leases_are_rejected(self, bench, cheat):
+        """The validator makes the observations itself. So the claims are of another sequence."""
+        rollouts = cheated(bench, cheat)
+        assert not same_tokens(rollouts, bench.honest())
+        verdict = bench.verdict(rollouts)
         assert not verdict.accepted
-        assert verdict.reason.partition(":")[0] in ("seeded_sampling", "seeded_sampling_submission")
+        found_by = ("logprobs_submission", "seeded_sampling", "seeded_sampling_submission")
+        assert verdict.reason.partition(":")[0] in found_by
 
-    def test_noise_that_begins_anew_with_each_turn_is_rejected(self, bench):
-        class Anew(TurnsWorker):
+
+class TestFailingEnvironment:
+    """A message that makes the environment fail drops the group, so it may not be chosen."""
+
+    def test_a_chosen_message_is_rejected_though_its_group_is_dropped(self, tmp_path):
+        # given a worker that chooses the second message, at which the environment fails
+        class Chooses(TurnsWorker):
             def turn(self, text, key, first, room):
-                return super().turn(text, key, 0, room)
+                made = super().turn(text, key, first, room)
+                return [4 if made[0] != 4 else 6, *made[1:]] if first else made
 
-        anew = Anew(bench.worker_key, bench.worker.model, bench.spec, bench.task_set)
-        assert "seeded_sampling" in bench.verdict(bench.rollouts_of(anew)).reason
+        bench = TurnsBench(tmp_path, CountTask(breaks_at=2))
+        # when claims of that message are handed in, then its tokens are judged all the same
+        assert "seeded_sampling" in bench.verdict(cheated(bench, Chooses)).reason
 
-    def test_a_better_repetition_of_a_turn_is_rejected(self, bench):
-        """A tool asked twice, the better result kept: the second turn has other noise."""
-
-        class Twice(TurnsWorker):
-            def turn(self, text, key, first, room):
-                offers = [
-                    super(Twice, self).turn(text, key, at, room) for at in (first, first + 50)
-                ]
-                return max(
-                    offers, key=lambda turn: sum(token % 2 == 0 for token in turn) / len(turn)
-                )
-
-        twice = Twice(bench.worker_key, bench.worker.model, bench.spec, bench.task_set)
-        assert "seeded_sampling" in bench.verdict(bench.rollouts_of(twice)).reason
-
-    def test_state_carried_from_one_sample_to_the_next_is_rejected(self, bench):
-        class Carries(CountTask):
-            def episode(self, index: int, seed: int) -> Episode | None:
-                episode = Count(seed)
-                follow = episode.follow
-
-                def carried(turns):
-                    kept = episode.seen + 5
-                    found = follow(turns)
-                    return None if found is None else [*found[:-1], 1 + kept % (VOCAB - 1)]
-
-                episode.follow = carried  # type: ignore[method-assign]
-                return episode
-
-        cheat = TurnsWorker(bench.worker_key, bench.worker.model, bench.spec, Carries())
-        assert not bench.verdict(bench.rollouts_of(cheat)).accepted
+    def test_a_message_that_is_cut_for_it_is_rejected(self, tmp_path):
+        bench = TurnsBench(tmp_path, CountTask(breaks_at=2))
+        rollouts = bench.honest()
+        which = next(i for i, row in enumerate(rollouts) if row.turns[-1] > 2)
+        rollouts[which] = tokens(lambda t: [t[0], t[1][:1]])(rollouts[which])
+        assert bench.verdict(rollouts).reason.startswith(f"termination: row {which}: turn 2")
 
 
 class TestControlTokens:

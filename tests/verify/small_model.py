@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from runspec.core.schema import RunSpec
 from runspec.core.signed import SigningKey
-from verify.formats.lease import Assignment, Lease, assignments, lease_digest
+from verify.formats.lease import Assignment, Lease, assignments, episode_seed, lease_digest
 from verify.formats.submission import Rollout
 from verify.noise import gumbel, noise_key
 from verify.plugins import (
@@ -294,7 +294,8 @@ class Worker:
 
     def _rollout(self, lease: Lease, digest: str, task: Assignment, sample: int) -> Rollout:
         sampling = self.spec.samplers[0].sampling
-        prompt = self.task_set.prompt_tokens(task.problem, task.target)
+        seed = episode_seed(lease, task.group)
+        prompt = self.task_set.prompt_tokens(task.problem, task.target, seed)
         tokens = self.sample(prompt, noise_key(lease.seed, task.group, sample))
         claims = self.explain(prompt, tokens)
         (graded,) = self.task_set.grade_all([GradeItem(task.problem, task.target, tokens)])

@@ -250,13 +250,14 @@ def test_the_ratios_of_ends_have_mean_one() -> None:
     hazard = np.random.default_rng(3).beta(0.3, 2.0, size=30)
     alive, mean = 1.0, np.zeros(len(END_NAMES))
     for n in range(1, len(hazard) + 1):
-        sums = end_sums(with_ends(hazard[:n]), ended=True, tau=0.0)
+        sums = end_sums(with_ends(hazard[:n]), ended=np.arange(n) == n - 1, tau=0.0)
         mean += alive * hazard[n - 1] * np.exp(sums)
         alive *= 1 - hazard[n - 1]
-    mean += alive * np.exp(end_sums(with_ends(hazard), ended=False, tau=0.0))
+    mean += alive * np.exp(end_sums(with_ends(hazard), ended=hazard > 1, tau=0.0))
     np.testing.assert_allclose(mean, 1.0, rtol=1e-4)
     # and an end that is as good as certain convicts nobody
-    assert end_sums(with_ends(np.array([0.01, 1.0])), ended=True, tau=0.0).max() < 1.0
+    certain = np.array([0.01, 1.0, 0.01, 1.0])  # of two turns
+    assert end_sums(with_ends(certain), ended=certain == 1, tau=0.0).max() < 1.0
 
 
 # --- top-k and top-p ----------------------------------------------------------------------------

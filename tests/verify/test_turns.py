@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,13 +15,10 @@ from verify.formats.turns import gaps, joined
 from verify.formats.verdict import decode_verdicts, encode_verdicts
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> TurnsBench:
-    return TurnsBench(tmp_path)
-
-
-def test_honest_turns_pass_and_the_verdict_says_what_stands_between_them(bench):
+@pytest.mark.parametrize("seeded", [True, False])
+def test_honest_turns_pass_and_the_verdict_says_what_stands_between_them(tmp_path, seeded):
     # given rollouts of several turns
+    bench = TurnsBench(tmp_path, sampling={"temperature": 0.8, "seeded": seeded})
     rollouts = bench.honest()
     assert {len(row.turns) for row in rollouts} >= {3}
     # when they are examined
@@ -42,15 +38,22 @@ def test_turns_of_a_task_with_one_are_rejected(tmp_path):
     assert bench.verdict(rows).reason.startswith("bounds: row 0: lengths of turns")
 
 
-def test_an_environment_that_fails_drops_the_group_and_blames_nobody(tmp_path):
-    # given an environment that fails at the second turn, at worker and validator
-    bench = TurnsBench(tmp_path, CountTask(breaks_at=2))
+@pytest.mark.parametrize(
+    "at_worker, turn", [(2, 2), (None, 2), (None, 1), (None, 0), (0, 0)], ids=str
+)
+def test_an_environment_that_fails_drops_the_group_and_blames_nobody(tmp_path, at_worker, turn):
+    # given an environment that fails at a turn of the validator's or its start, also the worker's
+    bench = TurnsBench(tmp_path, CountTask(breaks_at=at_worker))
+    rollouts = bench.honest()
     # when what was played so far is handed in
-    verdict = bench.verdict(bench.honest())
+    bench.task_set = CountTask(breaks_at=turn)
+    verdict = bench.verdict(rollouts)
     # then the submission is accepted without the groups, and says where it failed
-    assert verdict.accepted and verdict.dropped_groups == [0, 1]
-    assert verdict.fault == "environment.py:7 hangs"
-    assert all(row.between is None for row in verdict.rows if row.checks[-1].name == "duplicates")
+    assert verdict.accepted and verdict.dropped_groups == [0, 1], verdict
+    assert verdict.fault == f"environment.py:{7 if turn else 3} hangs"
+    for row, said in zip(rollouts, verdict.rows, strict=True):
+        if len(row.turns) >= turn:
+            assert said.between is None and said.logprobs is None
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=6))

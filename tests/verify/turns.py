@@ -45,12 +45,18 @@ class Count:
 
 @dataclass
 class CountTask(ParityTask):
-    """Parity over several turns."""
+    """Parity over several turns, with the seed in the prompt. The environment fails at turn
+    `breaks_at`, or at its start if that is 0."""
 
     breaks_at: int | None = None
 
+    def prompt_tokens(self, index: int, target: int | None, seed: int = 0) -> list[int]:
+        opening = [] if self.breaks_at == 0 else [1 + seed % (VOCAB - 1)]
+        return [*super().prompt_tokens(index, target), *opening]
+
     def episode(self, index: int, seed: int) -> Episode | None:
-        return Count(seed, breaks_at=self.breaks_at)
+        fault = GraderFault("environment.py:3 hangs") if self.breaks_at == 0 else None
+        return Count(seed, breaks_at=self.breaks_at, fault=fault)
 
     def _grade(self, item: GradeItem):
         fault = None if item.episode is None else item.episode.fault
@@ -119,6 +125,6 @@ def explained(worker: Worker, row: Rollout, between: list[list[int]], episode: E
 
 
 class TurnsBench(Bench):
-    def __init__(self, directory: Path, task: CountTask | None = None) -> None:
-        super().__init__(directory, task or CountTask())
+    def __init__(self, directory: Path, task: CountTask | None = None, **pool: object) -> None:
+        super().__init__(directory, task or CountTask(), **pool)
         self.worker = TurnsWorker(self.worker_key, self.worker.model, self.spec, self.task_set)

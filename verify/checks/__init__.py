@@ -46,24 +46,33 @@ class Subject:
 
     @property
     def prefilled(self) -> list[tuple[Rollout, Recomputed]]:
-        """Rows that were recomputed."""
+        """Rows that were recomputed, as far as they were replayed."""
         pairs = zip(self.rollouts, self.recomputed, strict=True)
-        return [(rollout, found) for rollout, found in pairs if found is not None]
+        return [(self.part_of(rollout), found) for rollout, found in pairs if found is not None]
+
+    @property
+    def seeds(self) -> list[int]:
+        """Seeds of the groups' episodes, in the order of the assignments."""
+        return [episode_seed(self.lease, group) for group in range(len(self.assignments))]
 
     def replay_of(self, rollout: Rollout) -> Replayed | None:
         """Return the replay of a row; None if its task has one turn."""
         return self.replays.get((rollout.group, rollout.sample))
 
     def can_be_recomputed(self, rollout: Rollout) -> bool:
-        """Return whether one version sampled a row, and its environment did not fail."""
+        """Return whether one version sampled a row, and its environment started."""
         replayed = self.replay_of(rollout)
-        failed = replayed is not None and replayed.episode.fault is not None
-        return rollout.is_of_its_version and not failed
+        return rollout.is_of_its_version and (replayed is None or replayed.turns > 0)
+
+    def part_of(self, rollout: Rollout) -> Rollout:
+        """Return a row up to the turn after which its environment failed; else all of it."""
+        replayed = self.replay_of(rollout)
+        return rollout if replayed is None else replayed.part_of(rollout)
 
     def episode_of(self, rollout: Rollout) -> Episode | None:
         """Return a new episode of an assigned row's problem; None if it has one turn."""
         problem = self.assignments[rollout.group].problem
-        return self.task_set.episode(problem, episode_seed(self.lease, rollout.group))
+        return self.task_set.episode(problem, self.seeds[rollout.group])
 
     def max_output(self, rollout: Rollout) -> int:
         """Return the number of output tokens after which sampling had to stop."""

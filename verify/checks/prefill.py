@@ -79,13 +79,13 @@ def logprob_limit(limit: float, rows: Sequence[Rollout]) -> float:
 
 def not_recomputed(row: Rollout) -> CheckResult:
     """Return the result of a rollout that no prefill reproduces: several versions sampled it, or
-    the environment failed in its replay.
+    its environment did not start.
 
     The value is the number of versions. The result passes, because only trusted pools have the
     former, and the latter is never trained.
     """
     if row.is_of_its_version:
-        return CheckResult("prefill", True, 1.0, 1.0, "not recomputed: its environment failed")
+        return CheckResult("prefill", True, 1.0, 1.0, "not recomputed: no environment started")
     versions = np.unique(row.versions) if row.versions is not None else np.array([row.version])
     return CheckResult(
         "prefill",
@@ -164,9 +164,12 @@ def toploc(subject: Subject) -> list[CheckResult]:
     return [
         CheckResult("toploc", False, 1.0, 0.0, str(found.proof))
         if isinstance(found.proof, MalformedProof)
-        else nearest_to_failing(judge_proofs(found.proof, subject.limits))
+        else nearest_to_failing(judge_proofs(found.proof, subject.limits) or [_NO_PROOF])
         for _, found in subject.prefilled
     ]
+
+
+_NO_PROOF = CheckResult("toploc", True, 0.0, 0.0, "turns before the environment failed")
 
 
 def judge_proofs(chunks: Sequence[ChunkStatistics], limits: Limits) -> list[CheckResult]:
@@ -347,9 +350,9 @@ def _token_sums(subject: Subject) -> list[np.ndarray]:
 
 
 def _end_sums(subject: Subject) -> list[np.ndarray]:
-    tau = subject.limits.gap
+    end, tau = subject.task_set.eos_token_id, subject.limits.gap
     return [
-        end_sums(choices_of(c), ended=row.finish_reason == "stop", tau=tau)
+        end_sums(choices_of(c), ended=row.output_tokens == end, tau=tau)
         for row, c in subject.prefilled
     ]
 
@@ -376,24 +379,24 @@ def judge_outside(outside: np.ndarray, limits: Limits) -> CheckResult:
     )
 
 
-def end_sums(choices: Choices, *, ended: bool, tau: float) -> np.ndarray:
+def end_sums(choices: Choices, *, ended: np.ndarray, tau: float) -> np.ndarray:
     """Return the log of each alternative's product of ratios over a rollout, f64 [len(END_NAMES)].
 
     Args:
         choices: numbers of its output tokens.
-        ended: whether it ended by the end token, and not at the largest length.
+        ended: bool [n], where it, or a turn of it, ended by the end token.
         tau: largest change of log-odds by rounding.
     """
     most, least = _log_odds(choices.end_most) + tau, _log_odds(choices.end_least) - tau
     odds = [(most, math.log(c)) for c in _MORE] + [(least, math.log(c)) for c in _FEWER]
-    went_on = len(most) - ended
+    times = int(ended.sum())
     found = [
-        float((np.logaddexp(0.0, x) - np.logaddexp(0.0, x + log_c)).sum()) + ended * log_c
+        float((np.logaddexp(0.0, x) - np.logaddexp(0.0, x + log_c)).sum()) + times * log_c
         for x, log_c in odds
     ]
     for rate in _RATES:
-        end = float(np.logaddexp(0.0, math.log(rate) - most[-1])) if ended else 0.0
-        found.append(end + went_on * math.log1p(-rate))
+        end = float(np.logaddexp(0.0, math.log(rate) - most[ended]).sum())
+        found.append(end + (len(most) - times) * math.log1p(-rate))
     return np.array(found)
 
 

@@ -132,18 +132,19 @@ def termination(row: Rollout, subject: Subject) -> Iterator[str]:
     if replayed is None:
         yield from _ending(row.output_tokens, row.finish_reason, subject.max_output(row), subject)
         return
-    if replayed.episode.fault is not None:  # the group is dropped
-        return
     turns = split_turns(row.output_tokens, row.turns)
-    if len(replayed.between) < len(turns) - 1:
-        yield f"{len(turns)} turns of an episode that ends after {len(replayed.between) + 1}"
+    last = len(turns)
+    if replayed.episode.fault is not None:  # the group is dropped, and what led to it is judged
+        turns = turns[: replayed.turns]
+    elif len(replayed.between) < last - 1:
+        yield f"{last} turns of an episode that ends after {len(replayed.between) + 1}"
         return
     if replayed.goes_on:
-        yield f"ends after turn {len(turns)} of an episode that goes on"
+        yield f"ends after turn {last} of an episode that goes on"
     end = subject.task_set.eos_token_id
     for number, (turn, limit) in enumerate(zip(turns, replayed.limits, strict=True), start=1):
         reason = "stop" if turn[-1] == end else "length"
-        if number == len(turns):
+        if number == last:
             reason = row.finish_reason
         yield from (f"turn {number}: {what}" for what in _ending(turn, reason, limit, subject))
 
@@ -214,9 +215,9 @@ def assignment(subject: Subject) -> list[CheckResult]:
         (
             task_set.problem(given.problem).problem_id,
             given.target,
-            list(task_set.prompt_tokens(given.problem, given.target)),
+            list(task_set.prompt_tokens(given.problem, given.target, seed)),
         )
-        for given in subject.assignments
+        for given, seed in zip(subject.assignments, subject.seeds, strict=True)
     ]
     times = Counter((r.group, r.sample) for r in subject.rollouts)
     expected, count = len(tasks) * subject.group_size, len(subject.rollouts)
@@ -254,7 +255,9 @@ def _faults(
     yield from _differing(
         [("problem_id", row.problem_id, problem_id), ("target", row.target, target)]
     )
-    if not np.array_equal(row.prompt_tokens, prompt):
+    episode = subject.episode_of(row)
+    started = episode is None or episode.fault is None
+    if started and not np.array_equal(row.prompt_tokens, prompt):
         yield "the prompt is not the assigned problem's"
 
 
