@@ -182,7 +182,7 @@ class Reward(fields.Block):
     """Names the term in findings and overlays."""
     kind: str
     """`reasoning_gym`, `math`, `code`, `target_length`, an environment's (`calculator`, `grid`,
-    `guess`) or what an installed package offers."""
+    `guess`, `search`) or what an installed package offers."""
     timeout: Annotated[fields.Duration | None, fields.RESTART] = None
     """Longest time that grading one answer may take; null takes the kind's own: 60 s for `code`,
     else 10 s."""

@@ -32,11 +32,13 @@ PROBLEMS = {
     "calculator": {"ground_truth": "12", "expression": "3*4"},
     "grid": {"size": 4, "walls": 3},
     "guess": {"most": 20},
+    "search": {"documents": ["Rome is old.", "Oslo is north."], "ground_truth": "Oslo"},
 }
 SAID = {
     "calculator": ["calc(3*4)", "calc(1/", "12"],
     "grid": ["right", "up", "nowhere", "right", "right", "down", "down", "down"],
     "guess": ["10", "none", "5", "15"],
+    "search": ["search(what is north)", "search(sea)", "oslo"],
 }
 PLAY = """\
 import json, sys

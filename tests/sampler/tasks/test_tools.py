@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from fractions import Fraction
 
+import bm25s
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sampler.tasks.environments.calculator import Calculator, evaluate
+from sampler.tasks.environments.search import Search, ranked
 from sampler.tasks.environments.tools import Malformed, ToolCall, call_in
 from verify.plugins import Problem
 
@@ -83,3 +86,35 @@ def test_an_episode_calls_then_answers_and_is_graded_by_the_answer_alone():
         assert (seen, over) == ([], True)
         assert calculator.grade(problem, after, []) == reward
     assert calculator.grade(problem, state, []).reason == "no answer"
+
+
+def test_documents_are_ranked_as_by_bm25s():
+    """Its scores are floats; documents whose scores are equal to four digits keep their order."""
+
+    def words(texts):
+        return bm25s.tokenize(
+            texts, stopwords=None, token_pattern=r"\w+", return_ids=False, show_progress=False
+        )
+
+    chance, vocabulary = random.Random(1), [f"w{number}" for number in range(60)]
+    for _ in range(20):
+        documents = tuple(
+            " ".join(chance.choices(vocabulary, k=chance.randint(3, 40))) for _ in range(20)
+        )
+        query = " ".join(chance.choices(vocabulary, k=3))
+        oracle = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
+        oracle.index(words([*documents]), show_progress=False)
+        scores = [round(float(score), 4) for score in oracle.get_scores(words([query])[0])]
+        theirs = sorted(range(20), key=lambda number: -scores[number])
+        assert ranked(documents, query) == [number for number in theirs if scores[number] > 0]
+
+
+def test_a_search_shows_documents_and_the_answer_may_be_spelled_as_for_squad():
+    documents = ["Oslo is the capital of Norway.", "Rome lies on the Tiber."]
+    verification = {"documents": documents, "ground_truth": ["Rome", "Roma"]}
+    problem = Problem("p", "search", "Which city lies on the Tiber?", verification)
+    search = Search.__new__(Search)
+    for query, shown in [("tiber, TIBER", "[2] Rome lies on the Tiber."), ("sea", "nothing")]:
+        assert search.use(problem, ToolCall("search", {"query": query})) == shown
+    assert search.use(problem, ToolCall("search", {})) == "nothing"
+    assert [search.judge(problem, x) for x in ("The Rome!", "roma", "Oslo")] == [1.0, 1.0, 0.0]
