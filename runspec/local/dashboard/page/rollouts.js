@@ -208,11 +208,12 @@ class RolloutsView {
   /* The output; each token in the colour of its number, and the number under the pointer. */
   tokens(row, detail) {
     const shade = SHADES[this.shade], { pieces, logprobs, recomputed } = detail, f = this.run.fields;
-    if (shade === "none") return longText(pieces.join(""), "output");
+    if (shade === "none" && (detail.turns === 1 || pieces.length > MOST_SPANS)) return longText(pieces.join(""), "output");
     const node = el("div", { className: "tokens" }), advantage = row[f.advantage] ?? 0;
     if (shade === "difference" && !recomputed) node.append(el("p", {}, "These log-probs were not recomputed."));
     pieces.slice(0, MOST_SPANS).forEach((piece, i) => {
       if (detail.turns > 1 && logprobs[i] === null) return node.append(el("span", { className: "observed", title: "an observation, or the template between two turns" }, piece));
+      if (shade === "none") return node.append(piece);
       const value = shade === "log-prob" ? logprobs[i] : shade === "advantage" ? advantage
         : recomputed ? Math.abs(logprobs[i] - recomputed[i]) : 0;
       const strength = shade === "log-prob" ? -value / 5 : shade === "advantage" ? Math.abs(value) : value / 0.05;
