@@ -1,10 +1,10 @@
 """Tokens a second of rollouts whose environment waits after each turn, of the same without waiting.
 
-    python -m benchmarks.turns [--wait 0.05] [--rounds 3]
+    python -m benchmarks.turns [--wait 0.05] [--rounds 3] [--large]
 
-A tiny Qwen2 in vLLM on the CPU, 64 rollouts in flight, four turns of at most 10 tokens each. Each
-step of the environment waits, and computes for 2 ms. Both sides take turns in one process; prints
-JSON with their tokens/s and the ratio of the medians.
+A tiny Qwen2 in vLLM on the CPU, or one as deep and wide as SmolLM2-135M, 64 rollouts in flight,
+four turns of at most 10 tokens each. Each step of the environment waits, and computes for 2 ms.
+Both sides take turns in one process; prints JSON with their tokens/s and the ratio of the medians.
 """
 
 from __future__ import annotations
@@ -18,10 +18,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from tests.sampler.engine.models import MAX_MODEL_LEN, batch, running_engine, sample, save_version
+from tests.sampler.engine.models import (
+    MAX_MODEL_LEN,
+    QWEN2,
+    batch,
+    running_engine,
+    sample,
+    save_version,
+)
 from verify.plugins import GraderFault
 
 GROUPS, GROUP_SIZE, TURNS, PER_TURN = 16, 16, 4, 10
+LARGE = {
+    **QWEN2,
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+}
 COMPUTES_S = 0.002
 
 
@@ -46,10 +62,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--wait", type=float, default=0.05)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--large", action="store_true")
     options = parser.parse_args()
     rates: dict[float, list[float]] = {0.0: [], options.wait: []}
     with tempfile.TemporaryDirectory() as folder:
-        version = save_version(Path(folder) / "v0")
+        family = LARGE if options.large else QWEN2
+        version = save_version(Path(folder) / "v0", family=family)
         with running_engine(version, max_num_seqs=64) as engine:
             sample(engine, batch(2, 2))
             for _ in range(options.rounds):

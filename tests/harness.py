@@ -82,6 +82,7 @@ class LiveRun:
     runs_dir: Path
     name: str
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    spec: Path = TARGET_SHORT
     process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LiveRun:
@@ -101,7 +102,7 @@ class LiveRun:
         values = {**SMALL, **self.overrides, "name": self.name}
         sets = [text for path, value in values.items() for text in ("--set", f"{path}={value}")]
         where = ["--profile", "laptop", "--runs-dir", str(self.runs_dir)]
-        return [str(TARGET_SHORT), *where, *sets, "--set", self.compile_cache]
+        return [str(self.spec), *where, *sets, "--set", self.compile_cache]
 
     @property
     def compile_cache(self) -> str:
