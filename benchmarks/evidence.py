@@ -3,7 +3,7 @@
     python -m benchmarks.evidence                            # the rows and the recorded seeds
     python -m benchmarks.evidence run paper --seed 42        # `make evidence ROW=paper SEED=42`
     python -m benchmarks.evidence table switches             # a table of docs/evidence.md
-    python -m benchmarks.evidence draw FILE.svg simple paper # task rewards of rows
+    python -m benchmarks.evidence draw FILE.svg simple paper # task rewards of rows, --lengths too
     python -m benchmarks.evidence draw-run FILE.svg RUN_DIR  # of a run, with its evaluations
 
 A switch's row is the laptop profile of TARGET-SHORT, which has the paper's switches, with the row's
@@ -171,6 +171,8 @@ class Figures:
     """By role: `learner 310; volunteers-0 205`."""
     curve: str
     """Task reward, a mean for each twentieth of the steps."""
+    length_curve: str
+    """Length error, likewise; empty without targets, and in runs before 2026-11-30."""
 
     @classmethod
     def of(cls, row: str, seed: int, run: MeasuredRun) -> Figures:
@@ -186,6 +188,11 @@ class Figures:
         count = min(PARTS, len(steps))
         edges = [len(steps) * part // count for part in range(count + 1)]
         parts = [steps[a:b] for a, b in pairwise(edges)]
+
+        def curve(name: str) -> str:
+            values = [[step[name] for step in each if step[name] is not None] for each in parts]
+            return " ".join(f"{fmean(each):.3f}" for each in values if each)
+
         return cls(
             row=row,
             seed=seed,
@@ -209,7 +216,8 @@ class Figures:
             step_s=(steady[-1]["time"] - steady[0]["time"]) / (len(steady) - 1),
             wall_s=summary["wall_s"],
             cpu_s="; ".join(f"{name} {seconds:.0f}" for name, seconds in sorted(run.cpu_s.items())),
-            curve=" ".join(f"{fmean(step['task_reward'] for step in each):.3f}" for each in parts),
+            curve=curve("task_reward"),
+            length_curve=curve("length_error"),
         )
 
 
@@ -265,9 +273,9 @@ def table(of: str) -> Iterator[str]:
             yield f"| {row} | {' '.join(run['seed'] for run in runs)} | {' | '.join(means)} |"
 
 
-def _curves(names: Sequence[str]) -> Iterator[Curve]:
+def _curves(names: Sequence[str], column: str) -> Iterator[Curve]:
     for run in recorded(*names):
-        values = [float(value) for value in run["curve"].split()]
+        values = [float(value) for value in run[column].split()]
         width = int(run["steps"]) / len(values)
         points = [((part + 0.5) * width, value) for part, value in enumerate(values)]
         yield Curve(f"{run['row']} {run['seed']}", points, averaged=False)
@@ -306,6 +314,7 @@ def main() -> int:
     drawing = commands.add_parser("draw", help="draws the task rewards of rows")
     drawing.add_argument("file", type=Path)
     drawing.add_argument("rows", nargs="+", choices=ROWS, metavar="ROW")
+    drawing.add_argument("--lengths", action="store_true", help="length errors instead")
     drawing = commands.add_parser("draw-run", help="draws a run, with its evaluations")
     drawing.add_argument("file", type=Path)
     drawing.add_argument("run_dir", type=Path)
@@ -316,8 +325,12 @@ def main() -> int:
     elif given.command == "table":
         print(*table(given.kind), sep="\n")
     elif given.command:
-        curves = _curves(given.rows) if given.command == "draw" else _curves_of_run(given.run_dir)
-        write_drawing(given.file, Figure("Task reward", "", list(curves), bottom=0.0))
+        of_rows = given.command == "draw"
+        lengths = of_rows and given.lengths
+        column = "length_curve" if lengths else "curve"
+        curves = _curves(given.rows, column) if of_rows else _curves_of_run(given.run_dir)
+        title = "Length error, tokens" if lengths else "Task reward"
+        write_drawing(given.file, Figure(title, "", list(curves), bottom=0.0))
     else:
         for row in ROWS:
             print(row, *(run["seed"] for run in recorded(row)))
