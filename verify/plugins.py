@@ -293,7 +293,9 @@ class PrefillEngine(Protocol):
 
 
 @not_retried()
-def load_task_set(spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None = None) -> TaskSet:
+def load_task_set(
+    spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None = None, *, replays: bool = False
+) -> TaskSet:
     """Load the run's task by the entry point `default` of `runspec.tasks`.
 
     Args:
@@ -301,8 +303,10 @@ def load_task_set(spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None = No
         tokenizer_dir: folder with tokenizer.json and tokenizer_config.json, such as any weights
             directory.
         data_dir: folder with the sources' files as <source>/<name>; None: they are at `uri`.
+        replays: whether episodes are replayed, so that calls get a share of their limits.
     """
-    task_set: TaskSet = _load(TASK_GROUP, "default")(spec, tokenizer_dir, data_dir)
+    build = _load(TASK_GROUP, "default")
+    task_set: TaskSet = build(spec, tokenizer_dir, data_dir, replays=replays)
     return task_set
 
 

@@ -344,7 +344,7 @@ def run(role: Role, stop: threading.Event, log: logging.Logger) -> None:
         with closing(plugins.load_prefill_engine(spec, plugins.WeightsLocation.of(role))) as engine:
             validator = Validator(
                 *(spec, key, client, engine),
-                task_set_of=partial(plugins.load_task_set, spec, data_dir=data),
+                task_set_of=partial(plugins.load_task_set, spec, data_dir=data, replays=True),
                 log=log,
             )
             who = key.public_hex[:12]

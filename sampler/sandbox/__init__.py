@@ -46,6 +46,7 @@ def start(
     files: Mapping[str, bytes] | None = None,
     readable: Sequence[Path] = (),
     mechanisms: Sequence[str] | None = None,
+    repeatable: bool = False,
 ) -> Isolated:
     """Start a program in isolation like `launch`; by default with all mechanisms that work here.
 
@@ -56,7 +57,14 @@ def start(
     if mechanisms is None:
         require("sandbox")
         mechanisms = probe().working
-    return launch(command, limits=limits, mechanisms=mechanisms, files=files, readable=readable)
+    return launch(
+        command,
+        limits=limits,
+        mechanisms=mechanisms,
+        files=files,
+        readable=readable,
+        repeatable=repeatable,
+    )
 
 
 def run(
@@ -67,12 +75,20 @@ def run(
     files: Mapping[str, bytes] | None = None,
     readable: Sequence[Path] = (),
     mechanisms: Sequence[str] | None = None,
+    repeatable: bool = False,
 ) -> Finished:
     """Run a program in isolation until it ends or hits a limit; none of its processes is left then.
 
     Args and errors are those of `start`. `stdin` is the whole standard input of the program.
     """
-    process = start(command, limits=limits, files=files, readable=readable, mechanisms=mechanisms)
+    process = start(
+        command,
+        limits=limits,
+        files=files,
+        readable=readable,
+        mechanisms=mechanisms,
+        repeatable=repeatable,
+    )
     process.limit_stderr(limits.output_bytes)
 
     def feed() -> None:

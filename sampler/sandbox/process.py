@@ -46,6 +46,12 @@ _ENVIRONMENT = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     "MALLOC_ARENA_MAX": "2",
 }
+REPEATABLE = {
+    "PYTHONHASHSEED": "0",
+    # Functions of libm have variants by processor, whose last digits differ.
+    "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2_Usable,-AVX2,-FMA_Usable,-FMA,-FMA4_Usable,-FMA4",
+}
+"""Variables of a program that is to print the same on every machine."""
 
 
 Outcome = Literal[
@@ -304,6 +310,7 @@ def launch(
     mechanisms: Sequence[str],
     files: Mapping[str, bytes] | None = None,
     readable: Sequence[Path] = (),
+    repeatable: bool = False,
 ) -> Isolated:
     """Start a program in isolation.
 
@@ -318,6 +325,8 @@ def launch(
         readable: further files and directories, for example site-packages.
         mechanisms: names of the mechanisms to apply. Without any only the limits apply, and the
             program can read what its user can read.
+        repeatable: whether two runs have the same addresses, hashes of texts (where the interpreter
+            starts without `-I`) and variants of libm's functions.
 
     Raises:
         NotIsolated: a mechanism fails, or the program or a path is missing.
@@ -338,7 +347,10 @@ def launch(
     read_all = not contained and bool(capabilities() & READ_ALL) and not open_to_all(real)
     order = control.Order(
         command=[os.fsencode(word) for word in command],
-        environment={k.encode(): v.encode() for k, v in _ENVIRONMENT.items()},
+        environment={
+            k.encode(): v.encode()
+            for k, v in (_ENVIRONMENT | (REPEATABLE if repeatable else {})).items()
+        },
         files=[(os.fsencode(name), content) for name, content in (files or {}).items()],
         readable=real,
         links=links,
@@ -346,6 +358,7 @@ def launch(
         filter=program,
         scratch=b"" if contained else os.fsencode(tempfile.mkdtemp(prefix="sandbox-")),
         read_all=read_all,
+        repeatable=repeatable,
         **vars(limits),
     )
     ours, theirs = socket.socketpair()

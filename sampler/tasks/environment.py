@@ -22,6 +22,8 @@ from verify.plugins import Problem
 
 MAX_STATE_BYTES = MAX_OBSERVATION_BYTES = 1 << 18
 """Largest state, and largest observations of a step, as JSON in ASCII."""
+REPLAY_SHARE = 0.25
+"""What a replay may use of a limit, so that what it finished did not meet the limit elsewhere."""
 
 
 class Message(TypedDict):
@@ -54,6 +56,12 @@ class Environment(Protocol):
     """Seconds that one call may take if the spec has no `timeout`."""
     executes_answers: ClassVar[bool] = False
     """Whether it runs the policy's text as a program, which needs the sandbox."""
+    isolated: ClassVar[bool] = True
+    """Whether it runs in a grader process. Otherwise it runs in a thread of the caller, where
+    nothing is refused; that is for environments that start a sandbox of their own."""
+    share: float = 1.0
+    """Of its limits, what a call may use: 1 at a worker, `REPLAY_SHARE` at a validator. An
+    environment with limits of its own fails beyond it."""
 
     def __init__(self, reward: Reward) -> None:
         """Read the reward's settings, if the kind has any."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from runspec.core.schema import Reward
 from sampler.tasks import interfaces as grading
-from sampler.tasks.environment import Call
+from sampler.tasks.environment import Call, Environment
 from sampler.tasks.interfaces import (
     Answer,
     Reply,
@@ -74,16 +74,19 @@ class Graders:
         rewards: those of the run; terms that judge lengths are left out.
         processes: most processes, and threads, at once; by default one for each core, and four
             where environments are played, whose calls may wait.
+        share: of its limits, what a call of an environment may use (`Environment.share`).
 
     Raises:
         UserError: a kind that no installed package offers, or settings that a term refuses.
     """
 
-    def __init__(self, rewards: Sequence[Reward], *, processes: int | None = None) -> None:
+    def __init__(
+        self, rewards: Sequence[Reward], *, processes: int | None = None, share: float = 1.0
+    ) -> None:
         cores, each_core = len(os.sched_getaffinity(0)), 1
         self.rules: dict[str, TermRules] = {}
         """Rules of each kind that can be graded."""
-        self._threaded: dict[str, TaskTerm] = {}
+        self._threaded: dict[str, TaskTerm | Environment] = {}
         self._isolated: list[Reward] = []
         for reward in rewards:
             term = make_term(reward)
@@ -93,12 +96,12 @@ class Graders:
             if term.role == "environment":
                 exact = term.determinism == "exact"
                 self.rules[reward.kind] = TermRules(seconds, exact, limits_blame_answer=False)
-                self._isolated.append(reward)
+                term.share = share
                 each_core = 4
-                continue
-            self.rules[reward.kind] = TermRules(
-                seconds, bool(term.repeatable), bool(term.limits_blame_answer)
-            )
+            else:
+                self.rules[reward.kind] = TermRules(
+                    seconds, bool(term.repeatable), bool(term.limits_blame_answer)
+                )
             if term.isolated:
                 self._isolated.append(reward)
             else:
@@ -145,7 +148,7 @@ class Graders:
                     f"an answer of {len(answer.text)} characters, over {grading.MAX_ANSWER_CHARS}"
                 )
                 future.set_result(Score(0.0, reason))
-            elif isinstance(answer, Answer) and kind in self._threaded:
+            elif kind in self._threaded:
                 try:
                     future = self._executor.submit(self._grade_in_thread, answer)
                 except RuntimeError as error:  # it is shut down
@@ -187,15 +190,15 @@ class Graders:
             thread.join()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _grade_in_thread(self, answer: Answer) -> Result:
-        """Grade in a thread of its own, which is abandoned if it hangs."""
+    def _grade_in_thread(self, answer: Answer | Call) -> Reply:
+        """Grade or play in a thread of its own, which is abandoned if it hangs."""
         kind = answer.problem.task_type
         seconds = self.rules[kind].timeout_s + _GRACE_S
-        graded: Future[Result] = Future()
+        graded: Future[Reply] = Future()
 
         def grade() -> None:
-            reply = grading.reply_of(self._threaded[kind], answer.problem, answer.text)
-            graded.set_result(grading.result_of(answer, reply, self.rules[kind]))
+            reply = grading.reply_of(self._threaded[kind], answer)
+            graded.set_result(grading.outcome_of(answer, reply, self.rules[kind]))
 
         threading.Thread(target=grade, daemon=True).start()
         try:

@@ -20,6 +20,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from operator import attrgetter
@@ -273,21 +274,40 @@ def fault(problem: Problem, reason: str) -> GraderFault:
     return GraderFault(f"{problem.problem_id[:_MAX_ID]}: {reason}")
 
 
-def reply_of(term: TaskTerm, problem: Problem, answer: str) -> dict[str, Any]:
-    """Grade an answer by a term, which may be a plug-in and raise or return whatever it likes.
+def reply_of(
+    term: TaskTerm | Environment, request: Answer | Call, seconds: float | None = None
+) -> dict[str, Any]:
+    """Grade an answer, or call an environment's function; a plug-in may raise or return whatever
+    it likes.
+
+    Args:
+        term: of the problem's kind.
+        request: the answer or the call.
+        seconds: that a call may take, after which the line that runs is named, and it may use its
+            arguments alone; None: nothing is refused.
 
     Returns:
-        JSON data: `value` and `reason`; or `fault`, why there is none; or `memory`, where it ran
-        out of that.
+        JSON data: `value` and `reason`; or `result`, what `played` returns; or `fault`, why there
+        is none; or `memory`, where the grading of an answer ran out of that.
     """
+    problem, called = request.problem, isinstance(request, Call)
+    function = request.function if isinstance(request, Call) else "score"
     try:
-        given = term.score(problem, answer)
-    except MemoryError:
-        return {"memory": True}
+        if term.role == "task":
+            assert isinstance(request, Answer)
+            return _value_in(term.score(problem, request.text))
+        assert isinstance(request, Call)
+        with nullcontext() if seconds is None else alone(seconds):
+            if request.function == "grade":
+                return _value_in(term.grade(problem, *request.arguments))
+            return {"result": played(term, request.function, problem, request.arguments)}
+    except BadReply as error:
+        return {"fault": f"{function}: {error}"[:MAX_REASON]}
     except Exception as error:  # noqa: BLE001
-        package = (getattr(term.score, "__module__", None) or "").partition(".")[0]
-        return {"fault": describe_error(error, package)[:MAX_REASON]}
-    return _value_in(given)
+        if isinstance(error, MemoryError) and not called:
+            return {"memory": True}
+        package = getattr(getattr(term, function), "__module__", None) or ""
+        return {"fault": describe_error(error, package.partition(".")[0])[:MAX_REASON]}
 
 
 def _value_in(given: Score | float) -> dict[str, Any]:
@@ -298,50 +318,20 @@ def _value_in(given: Score | float) -> dict[str, Any]:
     return {"value": float(value), "reason": str(score.reason)[:MAX_REASON]}
 
 
-def reply_of_call(
-    environment: Environment, function: str, problem: Problem, arguments: list[Any], seconds: float
-) -> dict[str, Any]:
-    """Call an environment's function, which may raise or return whatever it likes.
-
-    Args:
-        environment: of the problem.
-        function, arguments: of `Call`.
-        problem: the episode's.
-        seconds: it may take, after which the line that runs is named.
-
-    Returns:
-        JSON data: that of `reply_of` for `grade`, else `result`, what `played` returns.
-    """
-    try:
-        with alone(seconds):
-            if function == "grade":
-                return _value_in(environment.grade(problem, *arguments))
-            return {"result": played(environment, function, problem, arguments)}
-    except BadReply as error:
-        return {"fault": f"{function}: {error}"[:MAX_REASON]}
-    except Exception as error:  # noqa: BLE001
-        package = type(environment).__module__.partition(".")[0]
-        return {"fault": describe_error(error, package)[:MAX_REASON]}
-
-
-def result_of(answer: Answer | Call, reply: Mapping[str, Any], rules: TermRules) -> Result:
-    """Return the result in a reply of `reply_of`, which may be another process's."""
-    if reply.get("memory"):
-        return over_limit(answer, "out of memory", rules)
-    if "value" not in reply:
-        return fault(answer.problem, str(reply.get("fault", "the grader said nothing")))
-    value = reply["value"]
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
-        return fault(answer.problem, f"the grader returned {value!r:.80}")
-    return Score(float(value), str(reply.get("reason", "")))
-
-
 def outcome_of(request: Answer | Call, reply: Mapping[str, Any], rules: TermRules) -> Reply:
-    """Return what an answer or a call came to, by a reply of another process."""
+    """Return what an answer or a call came to, by a reply of `reply_of`, which may be another
+    process's."""
     played = reply.get("result")
     if isinstance(request, Call) and isinstance(played, dict):
         return played
-    return result_of(request, reply, rules)
+    if reply.get("memory"):
+        return over_limit(request, "out of memory", rules)
+    if "value" not in reply:
+        return fault(request.problem, str(reply.get("fault", "the grader said nothing")))
+    value = reply["value"]
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return fault(request.problem, f"the grader returned {value!r:.80}")
+    return Score(float(value), str(reply.get("reason", "")))
 
 
 def over_limit(answer: Answer | Call, reason: str, rules: TermRules) -> Result:
@@ -388,9 +378,6 @@ def main() -> None:
     while line := requests.readline():
         for item in json.loads(line):
             kind, answer, call = item.pop("kind"), item.pop("answer"), item.pop("call")
-            term, problem = terms[kind], Problem(**item)
-            if term.role == "environment":
-                function, arguments = call
-                write(reply_of_call(term, function, problem, arguments, seconds[kind]))
-            else:
-                write(reply_of(term, problem, answer))
+            problem = Problem(**item)
+            request = Answer(problem, answer) if call is None else Call(problem, *call)
+            write(reply_of(terms[kind], request, seconds[kind]))

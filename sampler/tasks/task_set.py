@@ -16,7 +16,7 @@ from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
 from runspec.core.schema import Evaluation, RunSpec
 from runspec.core.schema.source_files import data_digest, redirected
-from sampler.tasks.environment import Call, Message
+from sampler.tasks.environment import REPLAY_SHARE, Call, Message
 from sampler.tasks.episodes import Episode, Played, as_result
 from sampler.tasks.graders import Graders
 from sampler.tasks.interfaces import (
@@ -166,7 +166,13 @@ class RunTask:
     """Implements `verify.plugins.TaskSet`."""
 
     def __init__(
-        self, spec: RunSpec, codec: PromptCodec, problems: Problems, digest: str = ""
+        self,
+        spec: RunSpec,
+        codec: PromptCodec,
+        problems: Problems,
+        digest: str = "",
+        *,
+        replays: bool = False,
     ) -> None:
         self.data_digest = digest
         self.eos_token_id = codec.eos_token_id
@@ -175,7 +181,7 @@ class RunTask:
         self._problems = problems
         terms = map(make_term, spec.reward)
         self._length_term = next((term for term in terms if term.role == "length"), None)
-        self._graders = Graders(spec.reward)
+        self._graders = Graders(spec.reward, share=REPLAY_SHARE if replays else 1.0)
         self._played = {
             reward.kind: Played(kind, codec.bridge(kind.tools))
             for reward in spec.reward
@@ -276,7 +282,9 @@ class RunTask:
         )
 
 
-def build_task_set(spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None = None) -> RunTask:
+def build_task_set(
+    spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None = None, *, replays: bool = False
+) -> RunTask:
     """Return the run's task; see `verify.plugins.load_task_set`.
 
     Raises:
@@ -286,7 +294,7 @@ def build_task_set(spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None = N
     require_graders(spec)
     codec = PromptCodec.read(tokenizer_dir, spec.data)
     problems = Problems(spec, problem_filter(spec, codec, "train"), data_dir)
-    return RunTask(spec, codec, problems, data_digest(spec, data_dir))
+    return RunTask(spec, codec, problems, data_digest(spec, data_dir), replays=replays)
 
 
 def build_evaluation_set(

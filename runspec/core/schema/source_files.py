@@ -36,6 +36,8 @@ ROW_KINDS = frozenset({*SUFFIXES, "hf_dataset"})
 """Built-in kinds that read rows from files."""
 _MAX_STATE_BYTES = 16 * 1024 * 1024
 _HUB = "hf://datasets/"
+EXECUTING_KINDS = ("code", "python")
+"""Kinds that execute what the model wrote."""
 PYTHON = "{}.{}".format(*sys.version_info)
 """Version whose arithmetic, texts and chance an environment's code has."""
 
@@ -102,7 +104,7 @@ def redirected(source: Source, data_dir: Path | None) -> Source:
 
 def data_digest(spec: RunSpec, data_dir: Path | None = None) -> str:
     """Return BLAKE3 over file contents in order, versions of generators, and the code of
-    environments with the version of Python.
+    environments with the version of Python, or with its build where it runs the model's programs.
 
     Equal digests, with the same spec and tokenizer, mean the same problems.
 
@@ -117,7 +119,8 @@ def data_digest(spec: RunSpec, data_dir: Path | None = None) -> str:
         parts += [source.name, str(len(digests)), *digests, *made_by]
     for point in entry_points_of(ENVIRONMENT_GROUP):
         if point.name in {reward.kind for reward in spec.reward}:
-            parts += [point.name, PYTHON, *map(file_digest, _code_of(point.module))]
+            version = sys.version if point.name in EXECUTING_KINDS else PYTHON
+            parts += [point.name, version, *map(file_digest, _code_of(point.module))]
     return hash_parts(*parts).hex()
 
 

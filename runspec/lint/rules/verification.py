@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from runspec.core.errors import UserError
 from runspec.core.schema.load import profile_text
 from runspec.core.schema.role_names import elsewhere, validator_names
+from runspec.core.schema.source_files import EXECUTING_KINDS
 from runspec.estimate.speed import step_seconds, tokens_to_check, validator_tokens_per_s
 from runspec.lint import Context, Found, Violation, relation, rule
 from runspec.lint.rules.security import untrusted_pools
@@ -15,9 +16,6 @@ from verify.thresholds import CALIBRATED, precision_of
 
 if TYPE_CHECKING:
     from verify.profile import Profile
-
-EXECUTING_KINDS = ("code",)
-"""Kinds of reward that execute what the model wrote."""
 
 
 @rule("verification")

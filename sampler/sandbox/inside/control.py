@@ -37,6 +37,7 @@ class Order:
         filter: the seccomp program.
         scratch: the scratch directory outside of namespaces; empty inside.
         read_all: whether root keeps the right to read files of others (see `kernel`).
+        repeatable: whether the program lies at the same addresses every time.
         wall_s, cpu_s: seconds; None is no limit. CPU time of all its processes together.
         memory_bytes: of each process and of all together.
         processes: processes and threads at a time.
@@ -52,6 +53,7 @@ class Order:
     filter: bytes
     scratch: bytes
     read_all: bool
+    repeatable: bool
     wall_s: float | None
     cpu_s: float | None
     memory_bytes: int

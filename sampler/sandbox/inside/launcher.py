@@ -82,6 +82,8 @@ def _become(order: control.Order, place: bytes, user: int, tasks: int, failures:
         os.setsid()
         contained = control.NAMESPACES in order.mechanisms
         kernel.forget_keys()
+        if order.repeatable:
+            kernel.fix_addresses()
         os.chdir(place)
         cpu = int(order.cpu_s) + 1 if order.cpu_s else 0
         kernel.set_limits(order.memory_bytes, order.file_bytes, cpu, tasks)

@@ -222,15 +222,15 @@ def hold_engines() -> None:
 
 
 def batch(
-    groups: int = 4, size: int = 4, *, temperature: float = 1.0, seeded: bool = True
+    groups: int = 4, size: int = 4, *, temperature: float = 1.0, seeded: bool = True, seed: int = 5
 ) -> list[SampleRequest]:
     """`groups` prompts of different lengths, `size` samples of each, each with its own noise."""
-    generator = np.random.default_rng(5)
+    generator = np.random.default_rng(seed)
     requests = []
     for group in range(groups):
         prompt = generator.integers(2, VOCABULARY, 34 + 5 * (group % 4)).tolist()
         for sample in range(size):
-            key = noise_key(b"\x05" * 32, group, sample) if seeded else None
+            key = noise_key(seed.to_bytes(1) * 32, group, sample) if seeded else None
             requests.append(SampleRequest(prompt, MAX_NEW_TOKENS, END_TOKEN, temperature, key))
     return requests
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import uuid
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,26 +19,32 @@ from runspec.core.errors import UserError
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import SpecFiles
 from runspec.core.schema.source_files import ENVIRONMENT_GROUP, data_digest
+from runspec.core.tokenizer_files import TokenizerFiles
 from runspec.lint.check import check_spec
 from sampler.tasks.environment import MAX_STATE_BYTES, Call
 from sampler.tasks.environments.guess import Guess
 from sampler.tasks.graders import Graders
 from sampler.tasks.interfaces import Score, find_kind
 from sampler.tasks.launch import require_graders
+from sampler.tasks.prompts import PromptCodec
+from sampler.tasks.task_set import RunTask
 from tests.sampler.tasks.conftest import SPECS
 from tests.sampler.tasks.grading.plugin import install, reward
-from verify.plugins import GraderFault, Problem
+from tests.sampler.tasks.test_bridge import CHATML, tokenizer
+from verify.plugins import GradeItem, GraderFault, Problem
 
 PROBLEMS = {
     "calculator": {"ground_truth": "12", "expression": "3*4"},
     "grid": {"size": 4, "walls": 3},
     "guess": {"most": 20},
+    "python": {"ground_truth": "6", "program": "print(3 * 2)"},
     "search": {"documents": ["Rome is old.", "Oslo is north."], "ground_truth": "Oslo"},
 }
 SAID = {
     "calculator": ["calc(3*4)", "calc(1/", "12"],
     "grid": ["right", "up", "nowhere", "right", "right", "down", "down", "down"],
     "guess": ["10", "none", "5", "15"],
+    "python": ["python(print({'a', 'b'}, object()))", "python(1/0)", "6.0"],
     "search": ["search(what is north)", "search(sea)", "oslo"],
 }
 PLAY = """\
@@ -119,7 +126,41 @@ def test_grader_processes_play_an_episode_over_plain_data(kind):
     assert isinstance(graded, Score) and 0.0 <= graded.value <= 1.0
 
 
-@pytest.mark.parametrize("kind", ["calculator", "grid"])
+@dataclass
+class Alone:
+    """One problem, as a run's problems."""
+
+    kind: str
+
+    @property
+    def task_types(self) -> frozenset[str]:
+        return frozenset({self.kind})
+
+    def problem(self, index: int) -> Problem:
+        return Problem("p", self.kind, "Go.", PROBLEMS[self.kind])
+
+
+@pytest.mark.parametrize("kind", PROBLEMS)
+def test_a_validator_replays_what_a_worker_played(kind):
+    # given a worker's task, a validator's, and one of another group's seed
+    spec, words = spec_playing(kind), tokenizer()
+    files = TokenizerFiles(words, {"eos_token": "<|im_end|>", "chat_template": CHATML}, "here")
+    codec = PromptCodec(files, spec.data.model_copy(update={"thinking": "none"}))
+    turns = [[*words.encode(text).ids, codec.eos_token_id] for text in SAID[kind]]
+    seen = []
+    for seed, replays in [(9, False), (9, True), (13, True)]:
+        with closing(RunTask(spec, codec, Alone(kind), replays=replays)) as task:
+            # when each plays the same turns
+            prompt, episode = task.prompt_tokens(0, None, seed), task.episode(0, seed)
+            between = [episode.follow(turns[: count + 1]) for count in range(len(turns))]
+            item = GradeItem(0, None, [token for turn in turns for token in turn], episode)
+            seen.append((prompt, between, task.grade_all([item])[0].task_reward))
+    # then worker and validator see the same, and another seed matters where chance is drawn
+    assert seen[0] == seen[1] and any(seen[0][1])
+    assert (seen[2] != seen[0]) == (kind in ("grid", "guess"))
+
+
+@pytest.mark.parametrize("kind", ["calculator", "grid", "python"])
 def test_an_example_is_a_good_episode(kind):
     made = find_kind(kind)(reward(kind))
     problem = Problem("p", kind, "Go.", {**PROBLEMS[kind], "walls": 0})
