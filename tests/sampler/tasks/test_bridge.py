@@ -15,7 +15,8 @@ from sampler.tasks.bridge import Bridge
 from sampler.tasks.environments.calculator import Calculator
 from sampler.tasks.prompts import PromptCodec
 
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<eos>", "<unk>"]
+HEADERS = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<eos>", "<unk>", *HEADERS]
 CHATML = """\
 {%- if tools %}{{ '<|im_start|>system\\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}\
 {{ '<|im_end|>\\n' }}{% endif %}
@@ -28,6 +29,31 @@ CHATML = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 """Of Qwen's kind: observations in one turn of the user."""
+LLAMA = """\
+{%- for m in messages -%}
+<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>
+
+{{ m.content | tojson if m.role == 'tool' else m.content }}<|eot_id|>
+{%- endfor %}
+{%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""
+"""Of Llama 3's kind."""
+TOOLS = [{"role": "tool", "content": "7"}, {"role": "tool", "content": "8 or 9"}]
+OF_RENDERERS = {
+    "Qwen3Renderer": (
+        *(CHATML, "<|im_end|>", TOOLS),
+        "\n<|im_start|>user\n<tool_response>\n7\n</tool_response>\n<tool_response>\n8 or 9\n"
+        "</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "Llama3Renderer": (
+        *(LLAMA, "<|eot_id|>", TOOLS),
+        '<|start_header_id|>ipython<|end_header_id|>\n\n"7"<|eot_id|><|start_header_id|>ipython'
+        '<|end_header_id|>\n\n"8 or 9"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n',
+    ),
+}
+"""Template, end token, observations, and what `renderers` 0.1.12 puts after the turn that called
+(`bridge_to_next_turn`, recorded in an environment of its own)."""
 USER = [{"role": "user", "content": "eleven"}]
 REFUSED = {
     "thinking is stripped from earlier turns": (
@@ -64,11 +90,11 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def bridge(template: str = CHATML, prefill: str = "", tools=()) -> Bridge:
+def bridge(template: str = CHATML, prefill: str = "", tools=(), end: str = SPECIAL[1]) -> Bridge:
     return Bridge(
         tokenizer(),
         ChatTemplate(template, {}, "here"),
-        1,
+        SPECIAL.index(end),
         opening=USER,
         tools=tools,
         prefill=prefill,
@@ -100,6 +126,15 @@ def test_a_turn_that_was_cut_gets_its_end_and_a_long_observation_is_cut():
     whole, cut = made.tokens(seen, ended=True, most=50), made.tokens(seen, ended=False, most=50)
     assert cut == [1, *whole]
     assert len(made.tokens(seen, ended=True, most=8)) == len(whole) - 42
+
+
+@pytest.mark.parametrize("name", OF_RENDERERS)
+def test_what_stands_between_turns_is_what_renderers_puts_there(name):
+    template, end, seen, text = OF_RENDERERS[name]
+    made, encode = bridge(template, end=end), tokenizer()
+    between = made.tokens(seen, ended=True, most=99)
+    assert between == encode.encode(text, add_special_tokens=False).ids
+    assert made.tokens(seen, ended=False, most=99) == [SPECIAL.index(end), *between]
 
 
 def test_an_opened_thinking_is_opened_again_in_each_turn():
