@@ -25,11 +25,13 @@ from runspec import cli
 from runspec.core.entry_points import LISTS, extra_of, install_command, list_command, machine_kind
 from runspec.core.errors import BadUsage, UserError, bad_usage, size
 from runspec.core.files import expand_user
+from runspec.core.models.family import model_config
 from runspec.core.schema import RunSpec
 from runspec.core.schema.findings import Finding, format_finding
 from runspec.core.schema.load import SpecFiles, with_profiles
 from runspec.core.schema.source_files import whole_uri
 from runspec.core.schema.validate import locate
+from runspec.estimate.fit import Unfit
 from runspec.lint import RULES, TokenizerFiles
 from runspec.lint.check import CheckedFiles, check_spec
 from runspec.lint.rules.data import thinking_of
@@ -39,6 +41,7 @@ from runspec.local.machine import BUILDS, Facts, find_tokenizer, look, this_mach
 from runspec.local.planning import absent_modules, check_problems
 from runspec.local.preflight import ROLE_MODULES, missing
 from runspec.local.run_dir import RUNS, run_directory
+from runspec.local.volunteer import divided, served
 from runspec.lock import is_repository, model_cache, require_lock
 from runspec.plan import read_plan
 
@@ -292,6 +295,14 @@ def check_spec_here(files: SpecFiles, facts: Facts, runs_dir: Path | None) -> It
     if not absent_modules(facts.has_module):
         lacking += check_problems(spec, facts.machine, print).lacking
     yield from (Check(item.path, "fail", item.thing, item.remedy) for item in lacking)
+    config = model_config(spec)
+    for pool in (p for p in spec.samplers if p.trust == "untrusted" and p.hardware.kind != "cpu"):
+        here = served(pool, spec, config, facts)
+        name, remedy = f"joining {pool.name}", "docs/join.md says what fits"
+        if isinstance(here, Unfit):
+            yield Check(name, "warn", f"{here.path}: {here.reason}", remedy)
+        else:
+            yield Check(name, "ok", f"this machine can serve it{divided(here)}")
     if not lacking:
         yield Check(spec.name, "ok", "this machine has everything that it needs")
 

@@ -24,6 +24,7 @@ from runspec.core.files import require_writable, write_atomic
 from runspec.core.http_client import NoAnswer, fetch_now
 from runspec.core.models.family import model_config
 from runspec.core.process import Endpoints, address
+from runspec.core.schema import SamplerPool
 from runspec.core.schema.load import FILE_NAME as SPEC_FILE
 from runspec.core.schema.load import dump_resolved
 from runspec.core.schema.role_names import trunk_names
@@ -47,7 +48,7 @@ from runspec.local.site import (
     make_site,
     require_own,
 )
-from runspec.local.volunteer import LEAVE_S, Worker, choose_pool, lacks, open_pools
+from runspec.local.volunteer import LEAVE_S, Worker, choose_pool, divided, lacks, open_pools, served
 
 
 def prepare_command(
@@ -235,22 +236,25 @@ def _join(
     facts = look()
     found = {each.name: lacks(each, spec, config, facts, folder, to_fetch) for each in pools}
     pool = choose_pool(found, named)
+    served_pool = served(next(p for p in pools if p.name == pool), spec, config, facts)
+    assert isinstance(served_pool, SamplerPool), "choose_pool has said so"
     if check:
-        say(f"this machine can serve pool {pool}")
+        say(f"this machine can serve pool {pool}{divided(served_pool)}")
         return 0
     if link.invite is not None:  # the worker that is started needs none after this
         client.register(pool, {}, invite=link.invite)
     folder.mkdir(parents=True, exist_ok=True)
     with hold(folder), StopSignals() as stops:
-        say(f"working in pool {pool}; Ctrl-C leaves. Log: {folder}")
+        say(f"working in pool {pool}{divided(served_pool)}; Ctrl-C leaves. Log: {folder}")
         relays = {str(i): reachable(url, link) for i, url in enumerate(site.weights)}
         identity = spec.identity.model_copy(update={"root_public_key": link.root})
+        samplers = [served_pool if each.name == pool else each for each in spec.samplers]
         worker = Worker(
-            spec=spec.model_copy(update={"identity": identity}),
+            spec=spec.model_copy(update={"identity": identity, "samplers": samplers}),
             endpoints=Endpoints(link.coordinator, relays=relays),
             key=key_file.absolute(),
             folder=folder,
-            pool=next(each for each in spec.samplers if each.name == pool),
+            pool=served_pool,
             cores=this_machine().cores,
             tell=say,
         )

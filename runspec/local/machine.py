@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,10 +18,11 @@ from pathlib import Path
 
 from runspec.core.entry_points import Kind
 from runspec.core.files import expand_user
-from runspec.core.models import device_count, xla_threads
+from runspec.core.models import device_count, jax_device, xla_threads
 from runspec.core.schema import Hardware, Model, RunSpec, role_names
 from runspec.core.schema.role_names import evaluator_pool, island_spec
 from runspec.core.schema.source_files import PREFILL_GROUP, installed_kinds
+from runspec.estimate.fit import Devices
 from runspec.lock import Repository, is_repository, snapshot
 
 _SMI_TIMEOUT_S = 10.0
@@ -87,6 +90,13 @@ def _each_gpu(field: str) -> list[str]:
     return listed.stdout.split("\n")[:-1]
 
 
+def gpu_capability() -> float | None:
+    """CUDA compute capability of the oldest NVIDIA GPU; None without one."""
+    with suppress(ValueError):
+        return min(float(number) for number in _each_gpu("compute_cap"))
+    return None
+
+
 def free_memory() -> float | None:
     """Bytes that Linux says a new process can have; None elsewhere."""
     with suppress(OSError, ValueError, IndexError):
@@ -109,6 +119,28 @@ def devices_here(hardware: Hardware, gpus: Sequence[str], tpus: int) -> tuple[in
     family = hardware.kind.lower().split("-")
     word = family[1] if family[0] == "rtx" and len(family) > 1 else family[0]
     return sum(word in name.lower() for name in gpus), f"{word.upper()} GPUs"
+
+
+def alike(facts: Facts, hardware: Hardware) -> list[Devices]:
+    """Return the devices of this machine by kind, the most frequent kind first.
+
+    A GPU that no table has is of a kind named after it. TPUs count as what the spec calls them.
+
+    Args:
+        facts: of the machine.
+        hardware: of the spec.
+    """
+    if hardware.kind.startswith("tpu"):
+        count = Hardware(kind=hardware.kind, count=facts.tpus)
+        return [Devices(count)] if facts.tpus else []
+    known = [(jax_device(name), name) for name in facts.gpus]
+    kinds = Counter(d.kind if d else re.sub(r"[^a-z0-9]+", "-", n.lower()) for d, n in known)
+    memory, capability = facts.gpu_memory(), facts.gpu_capability()
+    figures = {} if memory is None else {"memory": f"{memory:.0f}B"}
+    return [
+        Devices(Hardware.model_validate({"kind": kind, "count": count, **figures}), capability)
+        for kind, count in kinds.most_common()
+    ]
 
 
 _GOOGLE = "0x1ae0"
@@ -167,6 +199,8 @@ class Facts:
     """Bytes of the smallest GPU; None where they are not known."""
     memory: Callable[[], float | None] = lambda: None
     """Bytes of main memory that a new process can have."""
+    gpu_capability: Callable[[], float | None] = lambda: None
+    """CUDA compute capability of the oldest GPU."""
 
 
 def look() -> Facts:
@@ -181,6 +215,7 @@ def look() -> Facts:
         builds=vllm_builds(),
         gpu_memory=gpu_memory,
         memory=free_memory,
+        gpu_capability=gpu_capability,
     )
 
 

@@ -18,14 +18,14 @@ from pathlib import Path
 
 from runspec.core.entry_points import Kind, extra_of, install_command
 from runspec.core.errors import UserError, reported, size
-from runspec.core.models import ModelConfig, device_count
-from runspec.core.models.parameters import MEMORY_UTILIZATION
+from runspec.core.models import ModelConfig
 from runspec.core.process import SUPERVISOR, Endpoints, save_endpoints
 from runspec.core.schema import RunSpec, SamplerPool
 from runspec.core.schema.source_files import missing_plugins
 from runspec.estimate.broadcast import version_size
+from runspec.estimate.fit import Unfit, fitted
 from runspec.estimate.speed import sampler_memory
-from runspec.local.machine import BUILDS, Facts, devices_here, thread_limits, vllm_environment
+from runspec.local.machine import BUILDS, Facts, alike, thread_limits, vllm_environment
 from runspec.local.preflight import ROLE_MODULES, Missing
 from runspec.local.run_dir import write_spec
 
@@ -33,6 +33,28 @@ ROOM_BYTES = 1 << 30
 """Disk for the log, and the engine's own files."""
 STORED_VERSIONS = 3
 """The version that is sampled from, the newest, and one on its way."""
+
+
+def served(
+    pool: SamplerPool, spec: RunSpec, config: ModelConfig | None, facts: Facts
+) -> SamplerPool | Unfit:
+    """Return a pool as this machine's devices serve it, or why they do not: see `fit.fitted`.
+
+    Of devices of several kinds, it has those that are most.
+    """
+    if pool.hardware.kind == "cpu":
+        return pool
+    tried = [fitted(pool, spec, config, devices) for devices in alike(facts, pool.hardware)]
+    fits = [each for each in tried if isinstance(each, SamplerPool)]
+    none = f"{pool.hardware.kind} wanted or alike; no such device here"
+    return next(iter([*fits, *tried]), Unfit(f"samplers.{pool.name}.hardware", none))
+
+
+def divided(pool: SamplerPool) -> str:
+    """How a pool's replica is divided here, for the volunteer; empty for one device."""
+    tensor, copies, kind = pool.parallel.tensor, pool.parallel.data, pool.hardware.kind
+    engines = "1 engine" if copies == 1 else f"{copies} engines"
+    return "" if kind == "cpu" else f" with {engines} of {tensor} x {kind}"
 
 
 def lacks(
@@ -52,11 +74,14 @@ def lacks(
         folder: where the versions will lie.
         data_bytes: of the problems' files that are still to be fetched.
     """
-    found = [*_devices(pool, facts), *_build(pool, facts)]
+    found = [*_build(pool, facts)]
+    if isinstance(here := served(pool, spec, config, facts), Unfit):
+        found.append(Missing(here.path, here.reason))
     found += [Missing(each.path, str(each), each.remedy) for each in missing_plugins(spec)]
     if config is None:
         return found
-    found += _memory(pool, spec, config, facts)
+    if pool.hardware.kind == "cpu":
+        found += _main_memory(pool, spec, config, facts)
     free = facts.free_bytes(folder.absolute())
     needed = STORED_VERSIONS * version_size(spec, config).whole + data_bytes + ROOM_BYTES
     if needed > free:
@@ -112,18 +137,6 @@ def choose_pool(found: Mapping[str, Sequence[Missing]], asked: str | None) -> st
     )
 
 
-def _devices(pool: SamplerPool, facts: Facts) -> Iterator[Missing]:
-    kind, path = pool.hardware.kind, f"samplers.{pool.name}.hardware"
-    if kind == "cpu":
-        return
-    wanted = device_count(pool.hardware) or 1
-    here, unit = devices_here(pool.hardware, facts.gpus, facts.tpus)
-    if here < wanted:
-        others = f" (GPUs here: {', '.join(sorted(set(facts.gpus)))})" if facts.gpus else ""
-        have = f"this machine has {here or 'none'}{others}"
-        yield Missing(path, f"{wanted} {kind} {unit.split()[-1]} wanted, {have}")
-
-
 def _build(pool: SamplerPool, facts: Facts) -> Iterator[Missing]:
     kind = pool.hardware.kind
     where: Kind = "cpu" if kind == "cpu" else "tpu" if kind.startswith("tpu") else "cuda"
@@ -136,24 +149,17 @@ def _build(pool: SamplerPool, facts: Facts) -> Iterator[Missing]:
         yield Missing(path, f"vLLM for {kind} is {BUILDS[where]}; installed: {others}", install)
 
 
-def _memory(
+def _main_memory(
     pool: SamplerPool, spec: RunSpec, config: ModelConfig, facts: Facts
 ) -> Iterator[Missing]:
-    """Weights, activations, and keys and values of one sequence of full length."""
     needed = sampler_memory(pool, spec, config)
-    sequence = needed.kv_token * needed.sequence_tokens
-    path = f"samplers.{pool.name}.max_model_len"
-    if pool.hardware.kind == "cpu":
-        wanted = needed.weights + needed.activations + (needed.room or 0.0)
-        have, where = facts.memory(), "main memory"
-    else:
-        wanted = (needed.weights + needed.activations + sequence) / MEMORY_UTILIZATION
-        have, where = facts.gpu_memory(), "memory of each GPU"
+    wanted = needed.weights + needed.activations + (needed.room or 0.0)
+    have = facts.memory()
     if have is not None and wanted > have:
         yield Missing(
-            path,
-            f"{size(wanted)} of {where} for weights ({size(needed.weights)}), activations and keys "
-            f"and values of one sequence of {needed.sequence_tokens} tokens; {size(have)} here",
+            f"samplers.{pool.name}.max_model_len",
+            f"{size(wanted)} of main memory for weights ({size(needed.weights)}), activations, "
+            f"keys and values; {size(have)} here",
         )
 
 

@@ -25,6 +25,7 @@ from runspec.core.schema.validate import locate, schema_finding, to_python
 from runspec.core.schema.yaml_nodes import MapNode, parse_yaml
 from runspec.estimate import assumed
 from runspec.estimate.broadcast import VersionSize, arrivals
+from runspec.estimate.fit import Devices, Unfit, fitted
 from runspec.estimate.speed import decode_speed
 from runspec.simulate import Content, Lengths
 from verify.formats.lease import Lease
@@ -325,10 +326,15 @@ def _sampling(
 ) -> Callable[[Lengths], float]:
     """Return the seconds of a lease on one worker of a group, as a function of lengths."""
     if group.hardware is not None:
-        ranks = group.hardware.count or 1
-        parallel = pool.parallel.model_copy(update={"tensor": ranks, "data": 1})
-        changes = {"hardware": group.hardware, "parallel": parallel, "tokens_per_s": None}
-        pool = pool.model_copy(update=changes)
+        here = group.hardware.model_copy(update={"count": group.hardware.count or 1})
+        fit = fitted(pool, spec, config, Devices(here))
+        if isinstance(fit, Unfit):
+            raise UserError(
+                f"such a machine cannot serve pool {pool.name}: {fit.reason}",
+                place=f"workers.{group.name}.hardware",
+                remedy=f"give it other devices, or change {fit.path}",
+            )
+        pool = fit
     if group.tokens_per_s is not None:
         pool = pool.model_copy(update={"tokens_per_s": group.tokens_per_s})
     rate = decode_speed(pool, spec, config)

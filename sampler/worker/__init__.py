@@ -13,7 +13,9 @@ from contextlib import ExitStack, closing
 
 from runspec.core.errors import UserError
 from runspec.core.http_server import serve_metrics
+from runspec.core.models import device_of
 from runspec.core.process import Role, not_retried
+from runspec.core.schema import SamplerPool
 from sampler.engine.arguments import find_pool
 from sampler.engine.engine import Engine
 from sampler.worker.stores import Meter, Outbox, Versions
@@ -52,11 +54,13 @@ def work(
     spec = client.spec()
     with not_retried():
         pool = find_pool(spec, role.pool)
+    own = find_pool(role.spec, role.pool)  # what this machine has, and how it divides the model
+    pool = pool.model_copy(update={"hardware": own.hardware, "parallel": own.parallel})
     require_graders(spec)
     with ExitStack() as up:  # closes in reverse order
         with not_retried():  # before any thread starts: on CPUs it may fork this process
             made = up.enter_context(closing(engine(pool)))
-        client.register(pool.name, {"engine": pool.engine, "dtype": pool.dtype})
+        client.register(pool.name, about(pool))
         meter = Meter()
         serve_metrics(role.figures, meter, log)
         threading.Thread(
@@ -79,6 +83,14 @@ def work(
         member = worker(client, key, spec, pool, **parts, meter=meter, log=log)
         member.load(version, path)
         member.run(stop)
+
+
+def about(pool: SamplerPool) -> dict[str, str | float]:
+    """Return what a worker says of itself when it registers."""
+    device = device_of(pool.hardware)
+    known = {} if device.memory is None else {"memory": device.memory}
+    ranks = {"tensor": pool.parallel.tensor, "copies": pool.parallel.data}
+    return {"engine": pool.engine, "dtype": pool.dtype, "device": device.kind, **known, **ranks}
 
 
 def _heartbeats(

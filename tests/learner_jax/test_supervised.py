@@ -293,12 +293,6 @@ def test_numbers_of_a_step_are_those_of_its_documents(kind):
     assert {name: numbers[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
-def test_scaling_all_weights_changes_nothing():
-    spec = supervised_spec()
-    whole, scaled = (stepped(spec, update_rows(spec, weights=[w] * 12)) for w in (1.0, 4.0))
-    np.testing.assert_array_equal(flat(whole), flat(scaled))
-
-
 def spoiled() -> Any:
     """Parameters under which the rare token has no finite log-prob of what follows it."""
     params = params_of("float32")

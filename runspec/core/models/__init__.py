@@ -14,9 +14,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, size
 from runspec.core.files import read_json
-from runspec.core.schema import Hardware
+from runspec.core.schema import Hardware, RunSpec, SamplerPool
 
 DEFAULT_THETA = 10000.0
 """Default of transformers for configs without a base."""
@@ -399,6 +399,30 @@ def jax_device(device_kind: str) -> Device | None:
         if device_kind == name or (not name.startswith("TPU") and device_kind.startswith(name))
     }
     return named[max(named, key=len)] if named else None
+
+
+def not_accepted(pool: SamplerPool, spec: RunSpec, kind: str, memory: float | None) -> str:
+    """Return why a pool takes no worker with such devices; empty if it does.
+
+    Args:
+        pool, spec: of the run.
+        kind: as in `hardware.kind`.
+        memory: bytes of one device; None if unknown.
+    """
+    accepts, kinds = pool.accepts, pool.accepts.kinds
+    if kinds is None and spec.verify.profiles:  # limits of one kind are too narrow for another
+        kinds = [pool.hardware.kind]
+    if kinds is not None and kind not in kinds:
+        return f"{', '.join(kinds)} wanted, this is {kind}"
+    if kinds is None and _family(kind) != _family(pool.hardware.kind):
+        return f"devices like {pool.hardware.kind} wanted, this is {kind}"
+    if accepts.memory is not None and memory is not None and memory < accepts.memory:
+        return f"{size(accepts.memory)} of memory a device wanted, {kind} has {size(memory)}"
+    return ""
+
+
+def _family(kind: str) -> str:
+    return kind if kind == "cpu" else "tpu" if kind.startswith("tpu") else "gpu"
 
 
 def xla_threads(devices: int) -> dict[str, str]:

@@ -39,6 +39,19 @@ class Sampling(fields.Block):
     """Gumbel noise from the lease, so that a validator can recompute which token had to come."""
 
 
+class Accepts(fields.Block):
+    """Devices with which a machine may join a pool, if the model fits there."""
+
+    CHANGE = "restart"
+
+    kinds: list[str] | None = None
+    """Kinds, as `hardware.kind`; null: GPUs of any kind where `hardware` is one, TPUs and CPUs
+    likewise, but `hardware.kind` alone where there are `verify.profiles`, whose limits are of one
+    kind."""
+    memory: fields.Size | None = None
+    """Least memory of one device."""
+
+
 class SamplerPool(fields.Block):
     """Workers that are alike."""
 
@@ -52,7 +65,9 @@ class SamplerPool(fields.Block):
     """Whether its rollouts are believed without proof. A trusted pool takes no keys but the run's
     own and those with an invite that names it, whatever `verify.admission` says."""
     hardware: Annotated[Hardware, fields.SITE]
-    """Accelerators of one replica."""
+    """Accelerators of one replica, as the operator plans; workers may bring others (`accepts`)."""
+    accepts: Annotated[Accepts, fields.SITE] = Accepts()
+    """Devices with which a machine may join."""
     replicas: Annotated[fields.Processes, fields.SITE] = 1
     """Processes that the backend starts for this pool, and that the estimate counts on."""
     parallel: Annotated[Parallel, fields.SITE] = Parallel()

@@ -157,14 +157,6 @@ def test_bits_count_not_numbers(tmp_path):
     assert weights_of(before) == weights_of(after)
 
 
-def test_one_after_the_other_is_the_direct_one(tmp_path, versions, deltas):
-    write_delta(versions[0], versions[3], tmp_path / "direct")
-    for way in (deltas, [tmp_path / "direct"]):
-        target = copy(versions[0])
-        apply_deltas(target, way, records(versions[3]))
-        assert weights_of(target) == weights_of(versions[3])
-
-
 def test_applying_again_does_no_harm(versions, deltas):
     """Whatever part of the files a crash left as they were: base, target, or something between."""
     for halves in [(0, 1), (0, 2), (1, 0), (2, 0), (2, 1), (2, 2)]:

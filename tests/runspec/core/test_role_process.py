@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -361,24 +360,7 @@ def body(log):
     event.wait(900)
 raise SystemExit(run_role("role", body))
 """
-SUPERVISE = f"""
-import os, subprocess, sys
-environment = os.environ | {{{process.SUPERVISOR!r}: str(os.getpid())}}
-subprocess.run([sys.executable, "-c", {ROLE!r}], env=environment)
-"""
 linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-
-
-@linux
-def test_a_role_ends_when_its_supervisor_is_killed(tmp_path):
-    # given a supervisor that starts a role, which waits for its stop event
-    supervisor = subprocess.Popen([sys.executable, "-c", SUPERVISE], cwd=tmp_path)
-    noted = tmp_path / "pid"
-    eventually(lambda: noted.exists() and noted.read_text(), "the role's start")
-    # when the supervisor is killed, then the role is gone soon
-    supervisor.send_signal(signal.SIGKILL)
-    supervisor.wait()
-    eventually(lambda: has_ended(int(noted.read_text())), "the role's end")
 
 
 @linux
@@ -390,11 +372,3 @@ def test_a_role_whose_supervisor_died_before_it_began_ends_at_once(tmp_path):
     environment = os.environ | {process.SUPERVISOR: str(gone.pid)}
     ended = subprocess.run([sys.executable, "-c", ROLE], env=environment, cwd=tmp_path)
     assert (ended.returncode, list(tmp_path.iterdir())) == (-signal.SIGTERM, [])
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return True
-    return fields.rsplit(")", 1)[1].split()[0] == "Z"

@@ -107,35 +107,6 @@ def test_a_run_ends_with_its_learner_and_leaves_a_summary(tmp_path: Path) -> Non
     assert holder(run.directory) is None
 
 
-def test_a_killed_role_is_started_again_and_no_step_is_lost(tmp_path: Path) -> None:
-    # given a run that waits after two steps, and whose roles are killed, one after the other
-    victims: dict[str, int] = {}
-
-    def kill_each(watch: Watch) -> None:
-        roles = {name: view for name, view in watch.roles.items() if view.state == "running"}
-        back = all(roles[name].pid != pid for name, pid in victims.items() if name in roles)
-        if len(watch.rows) < 2 or len(roles) < 3 or not back:
-            return
-        for name in ("learner", "worker", "server"):
-            if name not in victims:
-                victims[name] = roles[name].pid or 0
-                os.kill(victims[name], signal.SIGKILL)
-                return
-        waits.unlink(missing_ok=True)
-
-    with prepared(small_spec(steps=5), tmp_path) as run:
-        waits, watch = run.directory / "hold", Watch(kill_each)
-        waits.write_text("2")
-        outcome = drive_roles(run, usual_roles(run), watch)
-    # then each came back, and no step is missing or there twice
-    assert outcome.kind == "finished"
-    assert steps_trained(run.directory) == list(range(5))
-    for name, pid in victims.items():
-        assert (name, "killed by SIGKILL, starts again") in watch.events
-        assert (watch.roles[name].restarts, birth(pid)) == (1, None)
-    assert len(victims) == 3
-
-
 def test_a_role_that_keeps_dying_ends_the_run_with_its_last_lines(tmp_path: Path) -> None:
     # given a role that dies at every start, forgiven once
     spec, watch = small_spec("dying", 5, "placement.restarts=1"), Watch()

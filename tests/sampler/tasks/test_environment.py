@@ -24,7 +24,7 @@ from runspec.lint.check import check_spec
 from sampler.tasks.environment import MAX_STATE_BYTES, Call
 from sampler.tasks.environments.guess import Guess
 from sampler.tasks.graders import Graders
-from sampler.tasks.interfaces import Score, find_kind
+from sampler.tasks.interfaces import find_kind
 from sampler.tasks.launch import require_graders
 from sampler.tasks.prompts import PromptCodec
 from sampler.tasks.task_set import RunTask
@@ -102,28 +102,6 @@ def test_an_episode_has_the_same_bytes_in_any_process(kind):
     assert len(seen) == 1
     (trace, grade), *_ = map(json.loads, seen)
     assert 0.0 <= grade <= 1.0 and trace
-
-
-@pytest.mark.parametrize("kind", PROBLEMS)
-def test_grader_processes_play_an_episode_over_plain_data(kind):
-    # given an environment in a grader process
-    problem = Problem("p", kind, "Go.", PROBLEMS[kind])
-    with closing(Graders([reward(kind)], processes=1)) as graders:
-        (opened,) = graders.play([Call(problem, "start", [7])])
-        assert graders.play([Call(problem, "start", [7])]) == [opened]
-        state, transcript = opened["state"], []
-        # when the model says something in each turn
-        for text in SAID[kind]:
-            (reply,) = graders.play([Call(problem, "step", [state, text])])
-            # then the reply is a function of state and text
-            assert graders.play([Call(problem, "step", [state, text])]) == [reply]
-            assert reply["over"] or reply["messages"]
-            state = reply["state"]
-            transcript += [{"role": "assistant", "content": text}, *reply["messages"]]
-            if reply["over"]:
-                break
-        (graded,) = graders.play([Call(problem, "grade", [state, transcript])])
-    assert isinstance(graded, Score) and 0.0 <= graded.value <= 1.0
 
 
 @dataclass

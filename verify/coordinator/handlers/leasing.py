@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from aiohttp import web
 
 from runspec.core.files import sync_folder
+from runspec.core.models import not_accepted
 from runspec.core.roles import open_invite
 from runspec.core.run_files import SubmissionFiles, submission_files
 from runspec.core.signed import BadSignature
@@ -88,7 +90,7 @@ class Leasing:
         with refusing(400, ValueError, what="info: "):
             info = scalars(body["info"])
         address = self._run.authentication.address(asked.http)
-        self.register(asked.key, body["pool"], body.get("invite"), address=address)
+        self.register(asked.key, body["pool"], body.get("invite"), address=address, info=info)
         self._run.workers.registered(asked.key, info, self._journal.clock())
 
     async def _heartbeat(self, asked: Signed) -> None:
@@ -128,7 +130,15 @@ class Leasing:
         await self.submit(envelope, signed, request.content.iter_chunked(requests.PIECE_BYTES))
         return web.json_response({}, status=202)
 
-    def register(self, key: str, pool: str, invite: object = None, *, address: str) -> None:
+    def register(
+        self,
+        key: str,
+        pool: str,
+        invite: object = None,
+        *,
+        address: str,
+        info: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
         """Register a key as a worker of a pool. A second call changes nothing and needs no invite.
 
         Args:
@@ -136,16 +146,23 @@ class Leasing:
             pool: name of the pool.
             invite: invite that the worker sent, unchecked.
             address: address of the client.
+            info: what the worker says of itself; its `device` must be one that the pool accepts.
 
         Raises:
             Refusal: there is no such pool; or the key has a role, belongs to another pool, is not
-                invited, or is one too many.
+                invited, or is one too many; or the pool takes no such device.
         """
         self._require_pools()
         if pool not in self._pools:
             raise Refusal(404, f"the run has no pool {pool!r}; it has {', '.join(self._pools)}")
         if key in self._run.roles.keys:
             raise Refusal(403, "a key with a role cannot be a worker's")
+        device, memory = info.get("device"), info.get("memory")
+        if isinstance(device, str) and key not in self._own:
+            known_memory = float(memory) if isinstance(memory, (int, float)) else None
+            spec = self._run.spec
+            if reason := not_accepted(self._pools[pool], spec, device, known_memory):
+                raise Refusal(403, f"pool {pool}: {reason}")
         known = self._journal.state.workers.get(key)
         if known is not None and known.pool != pool:
             raise Refusal(409, f"this key is a worker of pool {known.pool!r}")
