@@ -201,6 +201,10 @@ class CoordinatorClient:
         self._forget(self._leases, *leases)
         return len(leases)
 
+    def stop_waiting(self) -> None:
+        """Have the requests of this key that wait for a lease answered with none."""
+        self._post("/v1/release", {"leases": []})
+
     def site(self) -> documents.Site:
         """Return the signed site: URLs of the weights, and the files of the data."""
         data = self._http.call("GET", "/v1/site", max_bytes=documents.MAX_SITE_BYTES).content

@@ -32,8 +32,8 @@ from verify.formats.submission import Rollout, encode_rollouts, sign_submission
 from verify.plugins import TaskSet
 from verify.toploc import build_proofs_of
 
-LEASE_POLL_S = 1.0
-"""Seconds that one request for a lease stays open."""
+LEASE_POLL_S = 20.0
+"""Seconds that a request for a lease stays open; the coordinator answers once there is work."""
 LAST_SUBMISSIONS_S = 5.0
 """Seconds for the last submissions of a finished run."""
 FINISH_S = 1.2
@@ -272,6 +272,8 @@ class Worker:
         """Submit what is finished within the grace, store submissions that are not accepted by
         then, and give the other leases back."""
         self._leaving, ends = True, time.monotonic() + FINISH_S
+        if self._asking:
+            threading.Thread(target=self._stop_asking, name="leave", daemon=True).start()
         try:
             while self._asking or any(held.stage != "waiting" for held in self._held.values()):
                 if (left := ends - time.monotonic()) <= 0:
@@ -299,6 +301,13 @@ class Worker:
         releasing = threading.Thread(target=release, name="release", daemon=True)
         releasing.start()
         releasing.join(RELEASE_S)
+
+    def _stop_asking(self) -> None:
+        """Have the coordinator answer the request for a lease that waits there."""
+        try:
+            self._client.stop_waiting()
+        except (UserError, RunFinished) as error:
+            self._log.warning("cannot take the request for a lease back: %s", error)
 
     def _submit(self, lease: str, finish: Callable[[], None]) -> None:
         """Finish a lease in the background, while the next leases are sampled.

@@ -6,10 +6,12 @@ own keys, and keys with an invite for that pool.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +44,9 @@ class _Question:
 
     key: str
     holding: Collection[str]
-    answer: LeaseRecord | None = None
+    gone: Callable[[], bool]
+    """Whether nobody hears an answer any more."""
+    answer: asyncio.Future[LeaseRecord | None]
 
 
 class Leasing:
@@ -68,6 +72,8 @@ class Leasing:
         self._trusted = {pool.name for pool in run.spec.samplers if pool.trust == "trusted"}
         self._waiting: list[_Question] = []
         """Questions that wait for a lease."""
+        self._watch: asyncio.Task[None] | None = None
+        """Answers them after each event: alone, so that an event wakes whom it has work for."""
         self._settled: State | None = None
         """State in which there was no work for the waiting questions."""
         self._overdue_at: float | None = None
@@ -109,14 +115,22 @@ class Leasing:
         wait_s, holding = requests.wait_and_holding(asked.body)
         if asked.key in self._journal.state.workers:
             self._run.workers.seen(asked.key, self._journal.clock())
+        connection = asked.http.transport
+
+        def gone() -> bool:
+            return connection is None or connection.is_closing()
+
         with self._run.authentication.poll(asked.key, asked.http):
-            lease = await self.lease(asked.key, holding, wait_s)
+            lease = await self.lease(asked.key, holding, wait_s, gone=gone)
         if lease is None:
             return web.Response(status=204)
         return web.Response(body=lease, content_type="application/json")
 
     async def _release(self, asked: Signed) -> None:
         self.release(asked.key, requests.digests("leases", asked.body["leases"]))
+        for question in self._waiting:  # whoever gives leases back leaves
+            if question.key == asked.key and not question.answer.done():
+                question.answer.set_result(None)
 
     async def _submit(self, request: web.Request) -> web.StreamResponse:
         caller = self._run.authentication.caller(request, "submission")
@@ -218,13 +232,21 @@ class Leasing:
             raise Refusal(403, f"pool {pool!r} is trusted, and the invite does not name it")
         return invite.key
 
-    async def lease(self, key: str, holding: Collection[str], wait_s: float) -> bytes | None:
+    async def lease(
+        self,
+        key: str,
+        holding: Collection[str],
+        wait_s: float,
+        *,
+        gone: Callable[[], bool] = lambda: False,
+    ) -> bytes | None:
         """Return a signed lease for a worker; None if there was none within `wait_s` seconds.
 
         Args:
             key: public key of the worker.
             holding: digests of the leases that its process works on.
             wait_s: how long to wait for work.
+            gone: whether the worker has closed the connection, so that it gets no lease.
 
         Raises:
             Refusal: the key is not registered.
@@ -233,44 +255,67 @@ class Leasing:
         self._require_pools()
         if key not in self._journal.state.workers:
             raise Refusal(403, "this key is not registered: POST /v1/workers first")
-        deadline = self._journal.clock() + wait_s
-        question = _Question(key, holding)
+        if self._journal.state.finished:
+            raise Finished
+        answer = asyncio.get_running_loop().create_future()
+        question = _Question(key, holding, gone, answer)
         self._waiting.append(question)
-        new = [question]
         try:
-            while True:
-                if self._journal.state.finished:
-                    raise Finished
-                self._answer_in_turn(new)
-                new = []
-                if question.answer is not None:
-                    return question.answer.document.encode()
-                if not await self._journal.change(deadline, due=self._overdue_at):
-                    return None
+            self._answer_in_turn([question])
+            if not answer.done():
+                if self._watch is not None:  # it may have to look earlier now
+                    self._watch.cancel()
+                self._watch = asyncio.create_task(self._answer_after_events())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await answer
+            # An answer that comes with the end of the wait counts.
+            record = None if answer.cancelled() else answer.result()
+            return None if record is None else record.document.encode()
         finally:
             self._waiting.remove(question)
+            if not self._waiting and self._watch is not None:
+                self._watch.cancel()
+                self._watch = None
+
+    async def _answer_after_events(self) -> None:
+        error: Exception | None = None
+        try:
+            while await self._journal.change(None, due=self._overdue_at):
+                if self._journal.state.finished:
+                    raise Finished
+                self._answer_in_turn(())
+        except Exception as failure:  # noqa: BLE001 - raised again for each that waits
+            error = failure
+        for question in self._open(self._waiting):
+            if error is None:
+                question.answer.set_result(None)
+            else:
+                question.answer.set_exception(error)
+
+    def _open(self, questions: Sequence[_Question]) -> list[_Question]:
+        return [each for each in questions if not (each.answer.done() or each.gone())]
 
     def _answer_in_turn(self, new: Sequence[_Question]) -> None:
         """Answer the open questions for which there is work.
-
-        All waiting requests call this after an event; the first call answers all of them.
 
         Args:
             new: the newest question. If nothing has changed, only it needs an answer.
         """
         due = self._overdue_at is not None and self._journal.clock() >= self._overdue_at
         settled = self._settled is self._journal.state and not due
-        asking = new if settled else self._waiting
+        asking = self._open(new if settled else self._waiting)
         while asking:
             state, now = self._journal.state, self._journal.clock()
             hopeful = set(filling.hopeful(state, {each.key for each in asking}, now))
-            for question in sorted(asking, key=lambda each: filling.turn(state, each.key)):
-                if question.answer is None and question.key in hopeful:
-                    question.answer = self._lease_now(question.key, question.holding)
-            keys = [question.key for question in self._waiting]
+            chosen = [question for question in asking if question.key in hopeful]
+            for question in sorted(chosen, key=lambda each: filling.turn(state, each.key)):
+                if (record := self._lease_now(question.key, question.holding)) is not None:
+                    question.answer.set_result(record)
+            keys = [question.key for question in self._open(self._waiting)]
             self._overdue_at = filling.next_overdue(self._journal.state, keys, now)
             self._settled = state
-            asking = self._waiting if state is not self._journal.state else ()
+            asking = self._open(self._waiting) if state is not self._journal.state else []
 
     def _lease_now(self, key: str, holding: Collection[str]) -> LeaseRecord | None:
         while True:
