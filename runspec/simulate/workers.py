@@ -14,7 +14,7 @@ from random import Random
 from runspec.simulate import BROADCAST, VALIDATORS, Content, Coordinator, Interval, Lengths
 from runspec.simulate.population import Absence, Answer, Member, ValidatorsBlock
 from verify.coordinator.machine.events import GroupGrade, SubmissionJudged, SubmissionSetAside
-from verify.coordinator.machine.state import LeaseRecord
+from verify.coordinator.machine.leases import LeaseRecord
 from verify.coordinator.machine.trust import Claims
 from verify.formats.lease import Lease
 
@@ -79,7 +79,7 @@ class Worker:
         self.present, self._working, self._fetching = False, False, None
         self._coordinator.waiting.pop(self.key, None)
         if self.member.rng.random() >= self.member.group.crashes:
-            for record in self._coordinator.state.unsettled.get(self.key, ()):
+            for record in self._coordinator.state.leases.unsettled.get(self.key, ()):
                 self._coordinator.release(record.digest)
         self._queue.clear()
         self._held.clear()

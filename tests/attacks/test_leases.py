@@ -33,7 +33,7 @@ from tests.waiting import eventually
 from tests.weak_keys import WEAK_KEYS, WeakKey
 from verify.client import SubmissionRefused
 from verify.coordinator.machine.events import LeaseGranted
-from verify.coordinator.machine.state import LeaseRecord, Rank
+from verify.coordinator.machine.leases import LeaseRecord, Rank
 from verify.coordinator.machine.trust import reputation
 from verify.coordinator_http import RequestChecker, Unauthorised, sign_request
 from verify.formats.lease import MAX_OPEN_LEASES, Lease, assignments

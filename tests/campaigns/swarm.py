@@ -77,7 +77,9 @@ class Swarm:
         key, chance = SigningKey.generate(), random.Random(number)
         await asyncio.sleep(number / 50)
         invite = use_invite(self._invite, key.public_hex)
-        await self._post(session, key, "/v1/workers", {"pool": "near", "info": {}, "invite": invite})
+        await self._post(
+            session, key, "/v1/workers", {"pool": "near", "info": {}, "invite": invite}
+        )
         self.registered += 1
         beating = asyncio.create_task(self._beat(session, key))
         held: set[str] = set()

@@ -40,7 +40,8 @@ from runspec.core.connection_limits import (
 from runspec.core.http_server import Network, TokenBuckets, at_once, client_address, serving
 from runspec.core.roles import Roles
 from verify.coordinator.journal import Journal
-from verify.coordinator.machine.state import Rank, State
+from verify.coordinator.machine.leases import Rank
+from verify.coordinator.machine.state import State
 from verify.coordinator.requests import Refusal
 from verify.coordinator_http import RequestChecker, SignedRequest, Unauthorised
 

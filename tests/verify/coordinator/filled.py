@@ -21,8 +21,9 @@ from verify.coordinator.handlers.leasing import Leasing
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.filling import Close, NonceNeeded
+from verify.coordinator.machine.leases import LeaseRecord
 from verify.coordinator.machine.stalls import Stalled
-from verify.coordinator.machine.state import LeaseRecord, Policy, State
+from verify.coordinator.machine.state import Policy, State
 from verify.coordinator.machine.transitions import recorded
 from verify.coordinator_http import RequestChecker
 from verify.formats.lease import Lease

@@ -40,7 +40,7 @@ from verify.coordinator.handlers.workers import Activity
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine import filling
 from verify.coordinator.machine.events import SubmissionReceived, VersionPublished
-from verify.coordinator.machine.state import LeaseRecord
+from verify.coordinator.machine.leases import LeaseRecord
 from verify.coordinator.requests import Refusal
 from verify.coordinator.run import Closing
 from verify.coordinator_http import ENVELOPE, sign_request

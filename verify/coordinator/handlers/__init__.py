@@ -37,7 +37,7 @@ from verify.coordinator.authentication import Authentication
 from verify.coordinator.handlers.workers import Activity
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine.events import SubmissionDeferred
-from verify.coordinator.machine.state import LeaseRecord
+from verify.coordinator.machine.leases import LeaseRecord
 from verify.coordinator.machine.trust import Claims
 from verify.coordinator.requests import Refusal, read_json, send
 from verify.coordinator_http import SignedRequest

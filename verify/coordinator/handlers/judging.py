@@ -16,7 +16,7 @@ from verify.coordinator import requests
 from verify.coordinator.handlers import Answer, RunContext, Signed
 from verify.coordinator.journal import Finished
 from verify.coordinator.machine import events, verdicts
-from verify.coordinator.machine.state import LeaseRecord
+from verify.coordinator.machine.leases import LeaseRecord
 from verify.coordinator.requests import Refusal, refusing
 from verify.coordinator_http import SignedRequest
 from verify.formats import verdict

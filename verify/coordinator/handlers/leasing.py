@@ -30,7 +30,8 @@ from verify.coordinator.handlers import RunContext, Signed
 from verify.coordinator.handlers.workers import scalars
 from verify.coordinator.journal import Finished
 from verify.coordinator.machine import events, filling
-from verify.coordinator.machine.state import LeaseRecord, State
+from verify.coordinator.machine.leases import LeaseRecord
+from verify.coordinator.machine.state import State
 from verify.coordinator.requests import Refusal, refusing
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import SubmissionEnvelope, max_submission_bytes, open_submission
@@ -378,7 +379,7 @@ class Leasing:
         if record.submission == envelope.digest:
             return
         self._must_be_open(record, envelope, now)
-        if any(r.submission == envelope.digest for r in self._journal.state.leases.values()):
+        if envelope.digest in self._journal.state.leases.submissions:
             raise Refusal(409, "the same bytes were submitted for another lease")
         limit = max_submission_bytes(self._run.spec, self._pools[record.lease.pool])
         if envelope.bytes > limit:

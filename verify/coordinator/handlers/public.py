@@ -33,8 +33,9 @@ from runspec.core.schema.source_files import data_digest, file_digest, source_fi
 from runspec.core.signed import BadSignature
 from verify.coordinator.handlers import RunContext, islands, workers
 from verify.coordinator.machine.filling import needed_groups, tried_groups
+from verify.coordinator.machine.leases import LeaseRecord
 from verify.coordinator.machine.stalls import waited_for
-from verify.coordinator.machine.state import LeaseRecord, State
+from verify.coordinator.machine.state import State
 from verify.coordinator.requests import Refusal, read_body, refusing, send_file
 from verify.formats import documents
 

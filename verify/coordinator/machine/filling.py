@@ -48,8 +48,9 @@ from itertools import chain
 from math import inf
 
 from verify.coordinator.machine.events import LeaseOverdue, TrainedGroup
+from verify.coordinator.machine.leases import LeaseRecord, Rank
 from verify.coordinator.machine.stalls import Stalled, banned, unfilled, unopened
-from verify.coordinator.machine.state import LeaseRecord, Pace, Rank, State
+from verify.coordinator.machine.state import Pace, State
 from verify.formats.lease import MAX_OPEN_LEASES, Lease
 
 IDLE_DEADLINE_S = 900.0
@@ -94,7 +95,7 @@ def decide_lease(
     """
     if key in state.bans:
         return None
-    unsettled = state.unsettled.get(key, ())
+    unsettled = state.leases.unsettled.get(key, ())
     mine = [r for r in unsettled if r.status == "open" and r.expires > now]
     for record in mine:
         deferred = record.lease.expires <= now
@@ -119,7 +120,7 @@ def turn(state: State, key: str) -> tuple[Rank, float, int]:
 def hopeful(state: State, asking: Iterable[str], now: float) -> list[str]:
     """Return the workers, of those that ask, for which there may be work; usually few."""
     served = {rank for rank in Rank if _leasable_step(state, rank, now) is not None}
-    oldest = min((record.since for record in state.silent), default=inf)
+    oldest = min((record.since for record in state.leases.silent), default=inf)
 
     def hopes(key: str) -> bool:
         worker = state.workers[key]
@@ -129,14 +130,14 @@ def hopeful(state: State, asking: Iterable[str], now: float) -> list[str]:
         late = pace is not None and now >= oldest + OVERDUE_AFTER * pace.lease_s
         if late and any(at <= now for at, _ in _overdue_at(state, key)):
             return True
-        return any(record.status == "open" for record in state.unsettled.get(key, ()))
+        return any(record.status == "open" for record in state.leases.unsettled.get(key, ()))
 
     return list(filter(hopes, asking))
 
 
 def next_overdue(state: State, asking: Iterable[str], now: float) -> float | None:
     """Return when a lease next becomes overdue for a worker that asks, or a little earlier."""
-    if not state.silent:
+    if not state.leases.silent:
         return None
     workers = [state.workers[key] for key in asking]
     soonest = inf
@@ -161,7 +162,7 @@ def _overdue_at(state: State, key: str) -> Iterator[tuple[float, LeaseRecord]]:
 
 def _waits(state: State, rank: Rank, pace: Pace) -> Iterator[tuple[float, LeaseRecord]]:
     """Yield until when a worker of a rank and pace waits for leases, and the leases."""
-    for record in state.silent:
+    for record in state.leases.silent:
         if rank <= record.rank:
             times = OVERDUE_AFTER if rank < record.rank else OVERDUE_AFTER_AMONG_EQUALS
             yield record.since + times * pace.seconds(record.lease.groups), record
@@ -175,7 +176,7 @@ def _most_groups(state: State, key: str) -> int:
         return most
     undecided = sum(
         record.lease.groups
-        for record in state.unsettled.get(key, ())
+        for record in state.leases.unsettled.get(key, ())
         if record.status == "open" or state.lag(record) <= state.policy.async_level
     )
     trust = worker.standing.trust if worker.rank is Rank.RECORDED else 1
@@ -224,15 +225,15 @@ def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Lease | None
 
 def needed_groups(state: State, number: int) -> int:
     """Return the groups that an open step lacks: neither trainable nor relied on."""
-    held = _usable_groups(state, number) + state.awaited[number]
+    held = _usable_groups(state, number) + state.leases.awaited[number]
     return max(0, state.policy.groups - held)
 
 
 def _usable_groups(state: State, number: int) -> int:
     """Return the trainable groups of an open step; the next to close has late groups too."""
     if number != state.next_close:
-        return state.usable[number]
-    return sum(groups for step, groups in state.usable.items() if step <= number)
+        return state.leases.usable[number]
+    return sum(groups for step, groups in state.leases.usable.items() if step <= number)
 
 
 def leasable_groups(state: State, number: int, rank: Rank, now: float) -> int:
@@ -240,14 +241,14 @@ def leasable_groups(state: State, number: int, rank: Rank, now: float) -> int:
     policy = state.policy
     if rank is Rank.NEW:
         trials = policy.newcomer_groups - tried_groups(state, number, now)
-        return min(policy.groups - state.usable[number], trials)
+        return min(policy.groups - state.leases.usable[number], trials)
     left = policy.max_groups - state.steps[number].leased if rank is Rank.KNOWN else policy.groups
     return min(needed_groups(state, number), left)
 
 
 def tried_groups(state: State, number: int, now: float) -> int:
     """Return the groups of an open step that new workers hold, or did not deliver lately."""
-    ends = state.trials.get(number, ())
+    ends = state.leases.trials.get(number, ())
     return len(ends) - bisect_right(ends, now)
 
 
@@ -283,7 +284,7 @@ def decide_close(state: State, now: float) -> Close | Stalled | None:
         return _idle(state, now)
     # Known workers used up the groups that the step may lease them. A lease that is overdue may
     # still be answered.
-    undecided = any(r.lease.step == number for r in chain(*state.unsettled.values()))
+    undecided = any(r.lease.step == number for r in chain(*state.leases.unsettled.values()))
     exhausted = not undecided and step.leased >= policy.max_groups
     if now < step.since + policy.deadline_s and not exhausted:
         return None

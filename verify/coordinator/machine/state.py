@@ -3,28 +3,26 @@
 `Policy` has the parts of the spec that the state machine needs.
 
 Maps with an entry for each key are `HashTrieMap`s, because an insert shares the other entries. With
-copies of a `dict` a start would take time quadratic in the keys. An event wakes all requests that
-wait for a lease, so numbers that depend on all keys or leases are computed once for a state.
+copies of a `dict` a start would take time quadratic in the keys. What follows from all leases is
+kept with them (`leases`).
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from functools import cached_property
 from typing import Any, Literal
 
 from rpds import HashTrieMap
 
 from runspec.core.schema import Fill, RunSpec
-from verify.coordinator.machine.events import FailedAttempt, GroupGrade, VersionPublished
+from verify.coordinator.machine.events import GroupGrade, VersionPublished
 from verify.coordinator.machine.islands import IslandPolicy, IslandState
+from verify.coordinator.machine.leases import LeaseRecord, Leases, Rank
 from verify.coordinator.machine.trust import Standing, prefill_share
 from verify.formats.batch import rows_per_step
-from verify.formats.lease import Lease
 from verify.thresholds import GapNoise
 
 FilterBy = Literal["task", "whole"] | None
@@ -96,17 +94,6 @@ class Policy:
             groups_per_submission={p.name: p.groups_per_submission for p in spec.samplers},
             newcomer_groups=max(1, int(spec.verify.newcomer_share * groups + 1e-9)),
         )
-
-
-class Rank(IntEnum):
-    """How far a step relies on a worker's leases; better ranks come first (`filling`)."""
-
-    KNOWN = 0
-    """The run's own workers, and workers with an invite."""
-    RECORDED = 1
-    """Strangers that answered their last leases (`Standing.trust`)."""
-    NEW = 2
-    """All other workers, and workers in quarantine."""
 
 
 @dataclass(frozen=True)
@@ -204,45 +191,6 @@ class OpenStep:
 
 
 @dataclass(frozen=True)
-class LeaseRecord:
-    lease: Lease
-    digest: str
-    document: str
-    status: Literal[
-        "open", "released", "submitted", "accepted", "rejected", "set_aside", "expired"
-    ] = "open"
-    submission: str | None = None
-    verdict: str | None = None
-    usable: tuple[int, ...] = ()
-    """Groups that may be trained on and have not been."""
-    rank: Rank = Rank.NEW
-    """Rank of its worker when it was granted."""
-    since: float = 0.0
-    """Time from which its worker has no older lease to work on."""
-    took_s: float = 0.0
-    """Seconds from `since` to the submission."""
-    overdue: bool = False
-    """Whether others may be leased its groups, because its worker is silent."""
-    recomputed: bool = False
-    """Whether its rollouts were recomputed before they were accepted."""
-    deferred: str | None = None
-    """Digest of the deferred submission, which its holder sends again later."""
-    deferred_until: float = 0.0
-    attempts: tuple[FailedAttempt, ...] = ()
-    """Failed attempts for which the submission was set aside."""
-
-    @property
-    def expires(self) -> float:
-        """End of the lease: its own, or the end of its deferral if that is later."""
-        return max(self.lease.expires, self.deferred_until)
-
-    @property
-    def awaited(self) -> bool:
-        """Whether a step relies on its groups, which are not decided yet."""
-        return self.status in ("open", "submitted") and not self.overdue
-
-
-@dataclass(frozen=True)
 class Tally:
     """Counts for one batch manifest; a late group counts in the step in which it was decided."""
 
@@ -273,8 +221,8 @@ class State:
     """Why an invite was revoked, by its public key."""
     steps: Mapping[int, OpenStep] = field(default_factory=dict)
     """The open steps, in order."""
-    leases: Mapping[str, LeaseRecord] = field(default_factory=dict)
-    """Leases by digest, in lease order; leases of steps closed long ago are left out."""
+    leases: Leases = field(default_factory=Leases)
+    """Leases of steps closed long ago are left out."""
     tallies: Mapping[int, Tally] = field(default_factory=dict)
     next_step: int = 0
     """The next step to open."""
@@ -301,84 +249,17 @@ class State:
         """
         return self.next_close - self.policy.async_level - 1
 
-    @cached_property
-    def live(self) -> Sequence[LeaseRecord]:
+    @property
+    def live(self) -> Collection[LeaseRecord]:
         """Leases that are undecided or have groups to train, in lease order; few of all leases."""
-        undecided = ("open", "submitted")
-        return [r for r in self.leases.values() if r.usable or r.status in undecided]
-
-    @cached_property
-    def unsettled(self) -> Mapping[str, Sequence[LeaseRecord]]:
-        """Open and submitted leases by worker, in lease order."""
-        found: dict[str, list[LeaseRecord]] = defaultdict(list)
-        for record in self.live:
-            if record.status != "accepted":
-                found[record.lease.worker].append(record)
-        return found
+        return self.leases.live.values()
 
     @cached_property
     def to_judge(self) -> Sequence[LeaseRecord]:
-        """Submitted leases that can still train, in lease order."""
-        submitted = (r for r in self.live if r.status == "submitted")
+        """Submitted leases that can still train, in lease order, those of known workers first."""
+        submitted = self.leases.submitted.values()
         in_time = (r for r in submitted if self.lag(r) <= self.policy.async_level)
         return sorted(in_time, key=lambda record: record.rank is not Rank.KNOWN)
-
-    @cached_property
-    def awaited(self) -> Counter[int]:
-        """Undecided groups that a step relies on, by the step of their leases."""
-        groups: Counter[int] = Counter()
-        for record in self.live:
-            if record.awaited and record.rank is not Rank.NEW:
-                groups[record.lease.step] += record.lease.groups
-        return groups
-
-    @cached_property
-    def usable(self) -> Counter[int]:
-        """Groups that may be trained on and have not been, by the step of their leases.
-
-        A new worker's groups do not count if an undecided lease of another new worker comes before
-        them, because it is not known when they may train.
-        """
-        groups: Counter[int] = Counter()
-        held_back = set[int]()
-        for record in self.live:
-            step = record.lease.step
-            if record.rank is Rank.NEW and step >= self.next_close:
-                if record.awaited:
-                    held_back.add(step)
-                if step in held_back:
-                    continue
-            groups[step] += len(record.usable)
-        return groups
-
-    @cached_property
-    def silent(self) -> Sequence[LeaseRecord]:
-        """Unanswered leases that open steps rely on; deferred leases are left out.
-
-        For each rank and number of groups, the lease whose worker was silent for longest.
-        """
-        found: dict[tuple[Rank, int], LeaseRecord] = {}
-        for record in self.live:
-            kind = record.rank, record.lease.groups
-            if (
-                record.status == "open"
-                and not record.overdue
-                and record.deferred is None
-                and record.rank is not Rank.NEW
-                and record.lease.step in self.steps
-                and (kind not in found or record.since < found[kind].since)
-            ):
-                found[kind] = record
-        return list(found.values())
-
-    @cached_property
-    def trials(self) -> Mapping[int, Sequence[float]]:
-        """Ends of the leases of new workers that were not accepted, by step, ascending."""
-        found: dict[int, list[float]] = defaultdict(list)
-        for record in self.leases.values():
-            if record.rank is Rank.NEW and record.status != "accepted":
-                found[record.lease.step].append(record.expires)
-        return {step: sorted(ends) for step, ends in found.items()}
 
     def share_of(self, worker: str) -> float:
         """Return the chance that a submission of a worker is recomputed."""

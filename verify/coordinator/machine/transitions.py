@@ -20,13 +20,12 @@ from typing import Any
 
 from verify.coordinator.machine import events, islands
 from verify.coordinator.machine.events import IllegalTransition
+from verify.coordinator.machine.leases import LeaseRecord, Leases, Rank
 from verify.coordinator.machine.state import (
     Draw,
-    LeaseRecord,
     OpenStep,
     Pace,
     Policy,
-    Rank,
     State,
     Tally,
     Worker,
@@ -205,7 +204,7 @@ def _receive(state: State, event: events.SubmissionReceived) -> State:
     took_s = max(0.0, event.at - record.since)
     received = replace(record, status="submitted", submission=event.submission, took_s=took_s)
     found = False
-    for other in state.unsettled[record.lease.worker]:  # in lease order
+    for other in state.leases.unsettled[record.lease.worker]:  # in lease order
         found |= other.digest == record.digest
         if found and other.status == "open":
             state = _with_lease(state, replace(other, since=event.at))
@@ -285,7 +284,7 @@ def _judge(state: State, event: events.SubmissionJudged) -> State:
     if standing.quarantine is not None or lease.worker in state.bans:
         # A validator claimed the submission before the worker was put into quarantine.
         state = _strike_unproven(state, lease.worker)
-    return _lapse(state)
+    return _lapse(state, [state.leases[record.digest]])
 
 
 def _set_aside(state: State, event: events.SubmissionSetAside) -> State:
@@ -321,7 +320,7 @@ def _close(state: State, event: events.StepClosed) -> State:
     )
     oldest = state.oldest_remembered
     kept = {d: r for d, r in leases.items() if r.lease.step >= oldest or r.status == "submitted"}
-    return _lapse(replace(state, leases=kept))
+    return _lapse(replace(state, leases=Leases(kept, state.next_close)))
 
 
 def _strike_unproven(state: State, worker: str) -> State:
@@ -329,14 +328,18 @@ def _strike_unproven(state: State, worker: str) -> State:
     return _strike(state, lambda r: r.lease.worker == worker and not r.recomputed)
 
 
-def _lapse(state: State) -> State:
-    """Strike the groups that no step still to close may train."""
-    return _strike(state, lambda r: state.lag(r) > state.policy.async_level)
+def _lapse(state: State, among: Iterable[LeaseRecord] | None = None) -> State:
+    """Strike the groups that no step still to close may train; None: of all leases."""
+    return _strike(state, lambda r: state.lag(r) > state.policy.async_level, among)
 
 
-def _strike(state: State, struck: Callable[[LeaseRecord], bool]) -> State:
+def _strike(
+    state: State,
+    struck: Callable[[LeaseRecord], bool],
+    among: Iterable[LeaseRecord] | None = None,
+) -> State:
     """Strike the groups of some leases that are not trained yet."""
-    for record in list(state.leases.values()):
+    for record in list(state.live if among is None else among):
         if record.usable and struck(record):
             state = _counted(state, record, expired_groups=len(record.usable))
             state = _with_lease(state, replace(record, usable=()))
@@ -360,7 +363,7 @@ def _counted(state: State, record: LeaseRecord, rejection: str = "", **more: Any
 
 
 def _with_lease(state: State, record: LeaseRecord) -> State:
-    return replace(state, leases={**state.leases, record.digest: record})
+    return replace(state, leases=state.leases.changed(record))
 
 
 def _with_worker(state: State, key: str, worker: Worker) -> State:

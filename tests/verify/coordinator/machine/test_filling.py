@@ -14,8 +14,9 @@ from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.documents import documents_spec
 from tests.verify.coordinator.filled import Filled, key, started
 from verify.coordinator.machine import events, filling
+from verify.coordinator.machine.leases import LeaseRecord, Rank
 from verify.coordinator.machine.stalls import waited_for
-from verify.coordinator.machine.state import LeaseRecord, Pace, Policy, Rank
+from verify.coordinator.machine.state import Pace, Policy
 from verify.coordinator.machine.trust import Standing
 
 STRANGERS = ["s1", "s2", "s3", "s4", "s5", "s6"]
@@ -245,7 +246,7 @@ class TestOverdue:
                 run.further(name)
         kinds = {(r.rank, r.lease.groups): r for r in reversed(run.state.live)}
         del kinds[Rank.NEW, 1]
-        assert len(kinds) == 2 and run.state.silent == list(kinds.values())[::-1]
+        assert len(kinds) == 2 and run.state.leases.silent == list(kinds.values())[::-1]
 
 
 deeds = st.lists(

@@ -24,7 +24,8 @@ from tests.verify.coordinator.filled import (
 from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.events import BY_OPERATOR, IllegalTransition
 from verify.coordinator.machine.filling import Close
-from verify.coordinator.machine.state import Pace, Rank, Tally
+from verify.coordinator.machine.leases import Leases, Rank
+from verify.coordinator.machine.state import Pace, Tally
 from verify.coordinator.machine.transitions import LONGEST_DEFERRAL_S, apply, replay
 from verify.coordinator.machine.trust import BAN_AFTER
 from verify.formats.lease import MAX_OPEN_LEASES
@@ -249,6 +250,21 @@ class Filling(RuleBasedStateMachine):
         return due is None or due > self.run.now
 
     @invariant()
+    def what_follows_from_all_leases_is_kept_up_to_date(self):
+        def seen(leases):
+            silent = sorted((r.rank, r.lease.groups, r.since) for r in leases.silent)
+            ordered = [*leases.live.items()], [*leases.submitted.items()], silent
+            by_worker = {worker: list(records) for worker, records in leases.unsettled.items()}
+            sums = +leases.awaited, +leases.usable, dict(leases.trials), dict(leases.submissions)
+            return ordered, by_worker, sums
+
+        leases, state = self.run.state.leases, self.run.state
+        assert seen(leases) == seen(Leases(leases, state.next_close))
+        awaited = [r for r in leases.values() if r.awaited and r.rank is not Rank.NEW]
+        assert sum(r.lease.groups for r in awaited) == leases.awaited.total()
+        assert sum(len(r.usable) for r in leases.values()) >= leases.usable.total()
+
+    @invariant()
     def whoever_could_get_a_lease_is_asked(self):
         """`hopeful` leaves out nobody for whom there is work."""
         state, now = self.run.state, self.run.now
@@ -471,18 +487,18 @@ def test_groups_are_struck_when_their_worker_is_doubted_or_no_step_may_train_the
     doubted, late = run.submitted("x"), run.lease("y")
     # when a worker is caught, then what was not recomputed is struck
     run.record(events.WorkerQuarantined(run.now, key("x"), "why"))
-    assert run.state.tallies[0].expired_groups == 2 and run.state.usable == {0: 4}
+    assert run.state.tallies[0].expired_groups == 2 and run.state.leases.usable == {0: 4}
     # and so is what is accepted later without being recomputed
     run.judge(doubted, ["usable", "usable"], recomputed=False)
-    assert run.state.tallies[0].expired_groups == 4 and run.state.usable == {0: 4}
+    assert run.state.tallies[0].expired_groups == 4 and run.state.leases.usable == {0: 4}
     # and a ban withdraws the lease too
     run.record(events.KeyBanned(run.now, key("y"), "why", BY_OPERATOR))
     assert run.state.leases[late.digest].status == "expired"
-    assert run.state.tallies[0].expired_groups == 8 and run.state.usable == {0: 2}
+    assert run.state.tallies[0].expired_groups == 8 and run.state.leases.usable == {0: 2}
     # when the step closes without all groups, then the others lapse, and count in the next step
     first = next(iter(run.state.leases))
     run.record(events.StepClosed(run.now, 0, (events.TrainedGroup(first, 0),), "signed"))
-    assert run.state.usable == {}
+    assert run.state.leases.usable == {}
     assert run.state.tallies == {1: Tally(expired_groups=1)}
 
 

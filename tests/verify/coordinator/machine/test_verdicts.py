@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.verify.coordinator.filled import STEADY, Filled, digest, key, policy, started
 from verify.coordinator.machine import events
-from verify.coordinator.machine.state import LeaseRecord, State, Tally, Worker
+from verify.coordinator.machine.leases import LeaseRecord
+from verify.coordinator.machine.state import State, Tally, Worker
 from verify.coordinator.machine.transitions import apply
 from verify.coordinator.machine.trust import EXACT_CHECKS, WORKERS_GAPS, Standing, reputation
 from verify.coordinator.machine.verdicts import (
