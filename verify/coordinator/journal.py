@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -61,6 +61,8 @@ class Journal:
         self.ledger = ledger or Ledger(run_dir / STATE_FILE)
         self._changed = asyncio.Event()
         self._stopping = False
+        self._together: list[Event] | None = None
+        """Events of a block that are recorded at its end."""
         self._trouble: dict[str, float] = {}
         """For each location that cannot be written, the time since then."""
         # First, because files that another process receives look like those of a killed process.
@@ -76,14 +78,41 @@ class Journal:
             UserError: it cannot be written at all, or not for longer than `STORAGE_S`.
         """
         state, events = recorded(self.state, event)
+        if self._together is not None:
+            self._together += events
+            self.state = state
+            return
+        self._append(state, events)
+        for follows in events[1:]:
+            _log.warning("%s", follows)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Record the events of the block in one transaction at its end: all or none.
+
+        Raises:
+            NotNow, UserError: as `record` does; the state is that before the block.
+        """
+        before, self._together = self.state, []
+        try:
+            yield
+            events, state = self._together, self.state
+            self.state, self._together = before, None
+            if events:
+                self._append(state, events)
+        except BaseException:
+            self.state = before
+            raise
+        finally:
+            self._together = None
+
+    def _append(self, state: State, events: Sequence[Event]) -> None:
         with self._putting_off():
             self.ledger.append(events)
         self.written(self.ledger.place)
         self.state = state
         for new in events:
             self.history.take(new, state.leases)
-        for follows in events[1:]:
-            _log.warning("%s", follows)
         waiting, self._changed = self._changed, asyncio.Event()
         waiting.set()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
@@ -30,8 +31,8 @@ from verify.coordinator.handlers import RunContext, Signed
 from verify.coordinator.handlers.workers import scalars
 from verify.coordinator.journal import Finished
 from verify.coordinator.machine import events, filling
-from verify.coordinator.machine.leases import LeaseRecord
-from verify.coordinator.machine.state import State
+from verify.coordinator.machine.leases import LeaseRecord, Rank
+from verify.coordinator.machine.state import Pace, State
 from verify.coordinator.requests import Refusal, refusing
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import SubmissionEnvelope, max_submission_bytes, open_submission
@@ -71,8 +72,10 @@ class Leasing:
         self._limiter, self._steady = limiter, steady
         self._pools = {pool.name: pool for pool in run.spec.samplers}
         self._trusted = {pool.name for pool in run.spec.samplers if pool.trust == "trusted"}
-        self._waiting: list[_Question] = []
-        """Questions that wait for a lease."""
+        self._waiting: dict[_Question, None] = {}
+        """Questions that wait for a lease, in order."""
+        self._paces: dict[Rank, Pace] = {}
+        """Of their workers, or faster (`filling.fastest`)."""
         self._watch: asyncio.Task[None] | None = None
         """Answers them after each event: alone, so that an event wakes whom it has work for."""
         self._settled: State | None = None
@@ -129,9 +132,8 @@ class Leasing:
 
     async def _release(self, asked: Signed) -> None:
         self.release(asked.key, requests.digests("leases", asked.body["leases"]))
-        for question in self._waiting:  # whoever gives leases back leaves
-            if question.key == asked.key and not question.answer.done():
-                question.answer.set_result(None)
+        for question in [each for each in self._waiting if each.key == asked.key]:
+            self._answer(question, None)  # whoever gives leases back leaves
 
     async def _submit(self, request: web.Request) -> web.StreamResponse:
         caller = self._run.authentication.caller(request, "submission")
@@ -260,7 +262,7 @@ class Leasing:
             raise Finished
         answer = asyncio.get_running_loop().create_future()
         question = _Question(key, holding, gone, answer)
-        self._waiting.append(question)
+        self._waiting[question] = None
         try:
             self._answer_in_turn([question])
             if not answer.done():
@@ -274,7 +276,7 @@ class Leasing:
             record = None if answer.cancelled() else answer.result()
             return None if record is None else record.document.encode()
         finally:
-            self._waiting.remove(question)
+            self._waiting.pop(question, None)
             if not self._waiting and self._watch is not None:
                 self._watch.cancel()
                 self._watch = None
@@ -288,14 +290,17 @@ class Leasing:
                 self._answer_in_turn(())
         except Exception as failure:  # noqa: BLE001 - raised again for each that waits
             error = failure
-        for question in self._open(self._waiting):
-            if error is None:
-                question.answer.set_result(None)
-            else:
-                question.answer.set_exception(error)
+        for question in [*self._waiting]:
+            self._answer(question, error)
 
-    def _open(self, questions: Sequence[_Question]) -> list[_Question]:
-        return [each for each in questions if not (each.answer.done() or each.gone())]
+    def _answer(self, question: _Question, answer: LeaseRecord | Exception | None) -> None:
+        self._waiting.pop(question, None)
+        if question.answer.done():  # it has waited long enough
+            return
+        if isinstance(answer, Exception):
+            question.answer.set_exception(answer)
+        else:
+            question.answer.set_result(answer)
 
     def _answer_in_turn(self, new: Sequence[_Question]) -> None:
         """Answer the open questions for which there is work.
@@ -303,25 +308,40 @@ class Leasing:
         Args:
             new: the newest question. If nothing has changed, only it needs an answer.
         """
-        due = self._overdue_at is not None and self._journal.clock() >= self._overdue_at
-        settled = self._settled is self._journal.state and not due
-        asking = self._open(new if settled else self._waiting)
+        state, now = self._journal.state, self._journal.clock()
+        due = self._overdue_at is not None and now >= self._overdue_at
+        asking: Collection[_Question] = new
+        if self._settled is not state and (due or filling.served_ranks(state, now)):
+            asking = self._waiting
+        if due:
+            asking = self._waiting
+        self._paces = filling.fastest(state, {question.key for question in new}, self._paces)
         while asking:
             state, now = self._journal.state, self._journal.clock()
             hopeful = set(filling.hopeful(state, {each.key for each in asking}, now))
             chosen = [question for question in asking if question.key in hopeful]
-            for question in sorted(chosen, key=lambda each: filling.turn(state, each.key)):
-                if (record := self._lease_now(question.key, question.holding)) is not None:
-                    question.answer.set_result(record)
-            keys = [question.key for question in self._open(self._waiting)]
-            self._overdue_at = filling.next_overdue(self._journal.state, keys, now)
-            self._settled = state
-            asking = self._open(self._waiting) if state is not self._journal.state else []
+            found: list[tuple[_Question, LeaseRecord]] = []
+            with self._journal.together():
+                for question in sorted(chosen, key=lambda each: filling.turn(state, each.key)):
+                    if not question.gone() and (record := self._lease_now(question)) is not None:
+                        found.append((question, record))
+            for question, record in found:
+                self._answer(question, record)
+            asking = self._waiting if state is not self._journal.state else ()
+        state = self._settled = self._journal.state
+        self._overdue_at = filling.soonest_overdue(state, self._paces)
+        if self._overdue_at <= now:  # workers so fast may wait no more
+            keys = {question.key for question in self._waiting}
+            self._paces = filling.fastest(state, keys)
+            self._overdue_at = filling.next_overdue(state, keys, now)
+        elif self._overdue_at == math.inf:
+            self._overdue_at = None
 
-    def _lease_now(self, key: str, holding: Collection[str]) -> LeaseRecord | None:
+    def _lease_now(self, question: _Question) -> LeaseRecord | None:
+        key = question.key
         while True:
-            now = self._journal.clock()
-            decision = filling.decide_lease(self._journal.state, key, now, holding=holding)
+            state, now = self._journal.state, self._journal.clock()
+            decision = filling.decide_lease(state, key, now, holding=question.holding)
             match decision:
                 case LeaseRecord():
                     return decision

@@ -42,10 +42,11 @@ more than two versions of parameters wait for the publisher.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
+from types import MappingProxyType
 
 from verify.coordinator.machine.events import LeaseOverdue, TrainedGroup
 from verify.coordinator.machine.leases import LeaseRecord, Rank
@@ -117,9 +118,14 @@ def turn(state: State, key: str) -> tuple[Rank, float, int]:
     return worker.rank, worker.served, worker.number
 
 
+def served_ranks(state: State, now: float) -> set[Rank]:
+    """Return the ranks of workers for which a step has groups."""
+    return {rank for rank in Rank if _leasable_step(state, rank, now) is not None}
+
+
 def hopeful(state: State, asking: Iterable[str], now: float) -> list[str]:
     """Return the workers, of those that ask, for which there may be work; usually few."""
-    served = {rank for rank in Rank if _leasable_step(state, rank, now) is not None}
+    served = served_ranks(state, now)
     oldest = min((record.since for record in state.leases.silent), default=inf)
 
     def hopes(key: str) -> bool:
@@ -135,17 +141,29 @@ def hopeful(state: State, asking: Iterable[str], now: float) -> list[str]:
     return list(filter(hopes, asking))
 
 
-def next_overdue(state: State, asking: Iterable[str], now: float) -> float | None:
+def fastest(
+    state: State, asking: Iterable[str], known: Mapping[Rank, Pace] = MappingProxyType({})
+) -> dict[Rank, Pace]:
+    """Return for each rank the least times of workers that ask, and of `known`."""
+    found = dict(known)
+    for worker in (state.workers[key] for key in asking):
+        pace, rank = worker.pace, worker.rank
+        if pace is not None and rank is not Rank.NEW:
+            best = found.get(rank, pace)
+            found[rank] = Pace(min(best.lease_s, pace.lease_s), min(best.group_s, pace.group_s))
+    return found
+
+
+def soonest_overdue(state: State, paces: Mapping[Rank, Pace]) -> float:
+    """Return when a lease becomes overdue for workers of these times; infinity: never."""
+    return min((at for rank in paces for at, _ in _waits(state, rank, paces[rank])), default=inf)
+
+
+def next_overdue(state: State, asking: Collection[str], now: float) -> float | None:
     """Return when a lease next becomes overdue for a worker that asks, or a little earlier."""
     if not state.leases.silent:
         return None
-    workers = [state.workers[key] for key in asking]
-    soonest = inf
-    for rank in (Rank.KNOWN, Rank.RECORDED):
-        paces = [w.pace for w in workers if w.pace is not None and w.rank is rank]
-        if paces:
-            fastest = Pace(min(p.lease_s for p in paces), min(p.group_s for p in paces))
-            soonest = min([soonest, *(at for at, _ in _waits(state, rank, fastest))])
+    soonest = soonest_overdue(state, fastest(state, asking))
     if soonest > now:
         return soonest if soonest < inf else None
     times = (at for key in asking for at, _ in _overdue_at(state, key))
@@ -284,7 +302,7 @@ def decide_close(state: State, now: float) -> Close | Stalled | None:
         return _idle(state, now)
     # Known workers used up the groups that the step may lease them. A lease that is overdue may
     # still be answered.
-    undecided = any(r.lease.step == number for r in chain(*state.leases.unsettled.values()))
+    undecided = state.leases.undecided[number] > 0
     exhausted = not undecided and step.leased >= policy.max_groups
     if now < step.since + policy.deadline_s and not exhausted:
         return None

@@ -93,6 +93,8 @@ class Leases(Mapping[str, LeaseRecord]):
         """Open and submitted ones by worker."""
         self.awaited: Counter[int] = Counter()
         """Undecided groups that a step relies on, by the step of their leases."""
+        self.undecided: Counter[int] = Counter()
+        """Open and submitted ones, by step."""
         self.submissions: HashTrieMap[str, str] = HashTrieMap()
         """The lease of each submission."""
         self._trained: Counter[int] = Counter()
@@ -146,6 +148,8 @@ class Leases(Mapping[str, LeaseRecord]):
                 if kept
                 else self.unsettled.discard(lease.worker)
             )
+        was = before is not None and before.status in _UNDECIDED
+        self.undecided[lease.step] += undecided - was
         if record.submission is not None:
             self.submissions = self.submissions.insert(record.submission, digest)
         if record.rank is Rank.NEW:

@@ -255,7 +255,13 @@ class Filling(RuleBasedStateMachine):
             silent = sorted((r.rank, r.lease.groups, r.since) for r in leases.silent)
             ordered = [*leases.live.items()], [*leases.submitted.items()], silent
             by_worker = {worker: list(records) for worker, records in leases.unsettled.items()}
-            sums = +leases.awaited, +leases.usable, dict(leases.trials), dict(leases.submissions)
+            sums = (
+                +leases.awaited,
+                +leases.undecided,
+                +leases.usable,
+                dict(leases.trials),
+                dict(leases.submissions),
+            )
             return ordered, by_worker, sums
 
         leases, state = self.run.state.leases, self.run.state
