@@ -103,13 +103,13 @@ RATES = {
 
 AT_ONCE = {
     ("key", "poll"): 4,
-    ("address", "newcomer poll"): 64,
-    ("all", "newcomer poll"): 256,
+    ("address", "newcomer poll"): 256,
+    ("all", "newcomer poll"): 2048,
     ("address", "download"): 32,
     ("all", "download"): 256,
 }
-"""Limits by scope and kind. "poll": waiting requests for a lease. An event wakes all of them, so
-polls of new workers (`Rank`) have a limit together.
+"""Limits by scope and kind. "poll": waiting requests for a lease. An event that brings work looks at
+all of them, so polls of new workers (`Rank`) have a limit together.
 "download": files and large answers that are being sent."""
 
 
