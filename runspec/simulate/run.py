@@ -27,7 +27,7 @@ from runspec.simulate import (
 from runspec.simulate.population import Member, Swarm, ValidatorsBlock, members, planned_swarm
 from runspec.simulate.result import Record, Result
 from runspec.simulate.workers import Validators, Worker
-from verify.coordinator.machine import events, filling
+from verify.coordinator.machine import events, filling, overdue
 from verify.coordinator.machine.state import Policy, State
 
 _RETRIES = 60
@@ -154,7 +154,7 @@ class Simulation:
                 self._workers[key].granted(record)
         state = self._coordinator.state
         retry = now + max(1.0, state.policy.lease_timeout_s / _RETRIES)
-        due = filling.next_overdue(state, self._coordinator.waiting, now)
+        due = overdue.next_overdue(state, self._coordinator.waiting, now)
         self._retry_at = min(self._retry_at, retry, due or retry)
 
     # Learner and publisher.

@@ -108,8 +108,8 @@ AT_ONCE = {
     ("address", "download"): 32,
     ("all", "download"): 256,
 }
-"""Limits by scope and kind. "poll": waiting requests for a lease. An event that brings work looks at
-all of them, so polls of new workers (`Rank`) have a limit together.
+"""Limits by scope and kind. "poll": waiting requests for a lease. An event that brings work looks
+at all of them, so polls of new workers (`Rank`) have a limit together.
 "download": files and large answers that are being sent."""
 
 

@@ -30,7 +30,7 @@ from verify.coordinator.authentication import Limiter, count_new_key
 from verify.coordinator.handlers import RunContext, Signed
 from verify.coordinator.handlers.workers import scalars
 from verify.coordinator.journal import Finished
-from verify.coordinator.machine import events, filling
+from verify.coordinator.machine import events, filling, overdue
 from verify.coordinator.machine.leases import LeaseRecord, Rank
 from verify.coordinator.machine.state import Pace, State
 from verify.coordinator.requests import Refusal, refusing
@@ -75,7 +75,7 @@ class Leasing:
         self._waiting: dict[_Question, None] = {}
         """Questions that wait for a lease, in order."""
         self._paces: dict[Rank, Pace] = {}
-        """Of their workers, or faster (`filling.fastest`)."""
+        """Of their workers, or faster (`overdue.fastest`)."""
         self._watch: asyncio.Task[None] | None = None
         """Answers them after each event: alone, so that an event wakes whom it has work for."""
         self._settled: State | None = None
@@ -265,15 +265,15 @@ class Leasing:
         self._waiting[question] = None
         try:
             self._answer_in_turn([question])
-            if not answer.done():
+            if not answer.done() and wait_s > 0.0:
                 if self._watch is not None:  # it may have to look earlier now
                     self._watch.cancel()
                 self._watch = asyncio.create_task(self._answer_after_events())
-            with suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await answer
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await answer
             # An answer that comes with the end of the wait counts.
-            record = None if answer.cancelled() else answer.result()
+            record = answer.result() if answer.done() and not answer.cancelled() else None
             return None if record is None else record.document.encode()
         finally:
             self._waiting.pop(question, None)
@@ -310,12 +310,9 @@ class Leasing:
         """
         state, now = self._journal.state, self._journal.clock()
         due = self._overdue_at is not None and now >= self._overdue_at
-        asking: Collection[_Question] = new
-        if self._settled is not state and (due or filling.served_ranks(state, now)):
-            asking = self._waiting
-        if due:
-            asking = self._waiting
-        self._paces = filling.fastest(state, {question.key for question in new}, self._paces)
+        changed = self._settled is not state and bool(filling.served_ranks(state, now))
+        asking: Collection[_Question] = self._waiting if due or changed else new
+        self._paces = overdue.fastest(state, {question.key for question in new}, self._paces)
         while asking:
             state, now = self._journal.state, self._journal.clock()
             hopeful = set(filling.hopeful(state, {each.key for each in asking}, now))
@@ -329,11 +326,11 @@ class Leasing:
                 self._answer(question, record)
             asking = self._waiting if state is not self._journal.state else ()
         state = self._settled = self._journal.state
-        self._overdue_at = filling.soonest_overdue(state, self._paces)
+        self._overdue_at = overdue.soonest_overdue(state, self._paces)
         if self._overdue_at <= now:  # workers so fast may wait no more
             keys = {question.key for question in self._waiting}
-            self._paces = filling.fastest(state, keys)
-            self._overdue_at = filling.next_overdue(state, keys, now)
+            self._paces = overdue.fastest(state, keys)
+            self._overdue_at = overdue.next_overdue(state, keys, now)
         elif self._overdue_at == math.inf:
             self._overdue_at = None
 

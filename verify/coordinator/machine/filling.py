@@ -16,11 +16,9 @@ The rules (docs/public-runs.md has the promise that they keep):
   and do not answer are few, and cost a step nothing.
 - A recorded worker holds no more groups than it delivered since its last failure, divided by one
   more than the number of its failures (`Standing.trust`). So a key wastes at most what it gave.
-- A lease becomes overdue when a worker of the same or a better rank waits without other work, and
-  the lease's worker was silent for too long. Too long is `OVERDUE_AFTER` times what the waiting
-  worker takes for as many groups, or `OVERDUE_AFTER_AMONG_EQUALS` times if the ranks are equal.
-  Others are then leased its groups too. Its worker may still answer; groups that arrive in time are
-  trained.
+- A lease whose worker was silent for too long becomes overdue when another worker waits without
+  other work (`overdue`). Others are then leased its groups too. Its worker may still answer; groups
+  that arrive in time are trained.
 - Groups train in lease order within a rank. Order of arrival would favour short outputs. So a lease
   without a verdict holds back later leases of its rank until it is decided, overdue or expired. It
   holds back no better rank.
@@ -42,24 +40,20 @@ more than two versions of parameters wait for the publisher.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
-from types import MappingProxyType
 
+from verify.coordinator.machine import overdue
 from verify.coordinator.machine.events import LeaseOverdue, TrainedGroup
 from verify.coordinator.machine.leases import LeaseRecord, Rank
 from verify.coordinator.machine.stalls import Stalled, banned, unfilled, unopened
-from verify.coordinator.machine.state import Pace, State
+from verify.coordinator.machine.state import State
 from verify.formats.lease import MAX_OPEN_LEASES, Lease
 
 IDLE_DEADLINE_S = 900.0
 """Least number of seconds that a run waits for its next version."""
-OVERDUE_AFTER = 2.0
-"""A lease is overdue after this many times the time of a waiting worker of a better rank."""
-OVERDUE_AFTER_AMONG_EQUALS = 4.0
-"""The same for a worker of equal rank; some honest workers are this much slower than others."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +100,7 @@ def decide_lease(
         return None
     lease = _new_lease(state, key, now)
     if lease is None:
-        for at, record in _overdue_at(state, key):
+        for at, record in overdue.overdue_at(state, key):
             if at <= now:
                 return LeaseOverdue(now, record.digest)
     return lease
@@ -133,57 +127,12 @@ def hopeful(state: State, asking: Iterable[str], now: float) -> list[str]:
         if worker.rank in served:
             return True
         pace = worker.pace
-        late = pace is not None and now >= oldest + OVERDUE_AFTER * pace.lease_s
-        if late and any(at <= now for at, _ in _overdue_at(state, key)):
+        late = pace is not None and now >= oldest + overdue.OVERDUE_AFTER * pace.lease_s
+        if late and any(at <= now for at, _ in overdue.overdue_at(state, key)):
             return True
         return any(record.status == "open" for record in state.leases.unsettled.get(key, ()))
 
     return list(filter(hopes, asking))
-
-
-def fastest(
-    state: State, asking: Iterable[str], known: Mapping[Rank, Pace] = MappingProxyType({})
-) -> dict[Rank, Pace]:
-    """Return for each rank the least times of workers that ask, and of `known`."""
-    found = dict(known)
-    for worker in (state.workers[key] for key in asking):
-        pace, rank = worker.pace, worker.rank
-        if pace is not None and rank is not Rank.NEW:
-            best = found.get(rank, pace)
-            found[rank] = Pace(min(best.lease_s, pace.lease_s), min(best.group_s, pace.group_s))
-    return found
-
-
-def soonest_overdue(state: State, paces: Mapping[Rank, Pace]) -> float:
-    """Return when a lease becomes overdue for workers of these times; infinity: never."""
-    return min((at for rank in paces for at, _ in _waits(state, rank, paces[rank])), default=inf)
-
-
-def next_overdue(state: State, asking: Collection[str], now: float) -> float | None:
-    """Return when a lease next becomes overdue for a worker that asks, or a little earlier."""
-    if not state.leases.silent:
-        return None
-    soonest = soonest_overdue(state, fastest(state, asking))
-    if soonest > now:
-        return soonest if soonest < inf else None
-    times = (at for key in asking for at, _ in _overdue_at(state, key))
-    return min((at for at in times if at > now), default=None)
-
-
-def _overdue_at(state: State, key: str) -> Iterator[tuple[float, LeaseRecord]]:
-    """Yield when the leases of the most silent workers become overdue for a worker without work."""
-    worker = state.workers[key]
-    if worker.pace is not None and worker.rank is not Rank.NEW:
-        waits = _waits(state, worker.rank, worker.pace)
-        yield from ((at, record) for at, record in waits if record.lease.worker != key)
-
-
-def _waits(state: State, rank: Rank, pace: Pace) -> Iterator[tuple[float, LeaseRecord]]:
-    """Yield until when a worker of a rank and pace waits for leases, and the leases."""
-    for record in state.leases.silent:
-        if rank <= record.rank:
-            times = OVERDUE_AFTER if rank < record.rank else OVERDUE_AFTER_AMONG_EQUALS
-            yield record.since + times * pace.seconds(record.lease.groups), record
 
 
 def _most_groups(state: State, key: str) -> int:

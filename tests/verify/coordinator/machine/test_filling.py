@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.documents import documents_spec
 from tests.verify.coordinator.filled import Filled, key, started
-from verify.coordinator.machine import events, filling
+from verify.coordinator.machine import events, filling, overdue
 from verify.coordinator.machine.leases import LeaseRecord, Rank
 from verify.coordinator.machine.stalls import waited_for
 from verify.coordinator.machine.state import Pace, Policy
@@ -192,8 +192,8 @@ class TestOverdue:
     def test_a_worker_without_work_gets_the_groups_after_twice_its_own_time(self):
         run, silent = self.run()
         asking = list(map(key, [*STRANGERS, "x"]))
-        due = filling.next_overdue(run.state, asking, run.now)
-        assert due == silent.lease.issued + filling.OVERDUE_AFTER * 10.0
+        due = overdue.next_overdue(run.state, asking, run.now)
+        assert due == silent.lease.issued + overdue.OVERDUE_AFTER * 10.0
         run.now = due - 0.1
         assert run.lease("x") is None
         assert key("x") not in filling.hopeful(run.state, asking, run.now)
@@ -211,8 +211,8 @@ class TestOverdue:
             become(run, name, pace=Pace(1.0, 0.5))
             assert name != "s1" or run.further(name) is None
         # among equals a lease is overdue after four times
-        again = first.since + filling.OVERDUE_AFTER_AMONG_EQUALS
-        assert filling.next_overdue(run.state, [key("y"), key("s1")], run.now) == again
+        again = first.since + overdue.OVERDUE_AFTER_AMONG_EQUALS
+        assert overdue.next_overdue(run.state, [key("y"), key("s1")], run.now) == again
         run.now = again
         assert run.further("s1") is None and run.further("y") is not None
 
@@ -305,11 +305,11 @@ def test_a_step_fills_by_one_known_worker_whatever_strangers_did_and_do(
             run.now += record.lease.groups
             run.answer(record)
         else:
-            run.now = filling.next_overdue(run.state, [key("x")], run.now)
+            run.now = overdue.next_overdue(run.state, [key("x")], run.now)
         run.advance()
 
     # then the step is closed within its own time, and the patience that it has with them
-    assert run.now - begun <= groups + filling.OVERDUE_AFTER * per_submission
+    assert run.now - begun <= groups + overdue.OVERDUE_AFTER * per_submission
 
 
 # -- Deadlines and stalls ------------------------------------------------------------------------

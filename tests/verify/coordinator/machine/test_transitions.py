@@ -21,7 +21,7 @@ from tests.verify.coordinator.filled import (
     started,
     submission_of,
 )
-from verify.coordinator.machine import events, filling
+from verify.coordinator.machine import events, filling, overdue
 from verify.coordinator.machine.events import BY_OPERATOR, IllegalTransition
 from verify.coordinator.machine.filling import Close
 from verify.coordinator.machine.leases import Leases, Rank
@@ -244,7 +244,7 @@ class Filling(RuleBasedStateMachine):
         state, now = self.run.state, self.run.now
         undecided = not filling.expired_leases(state, now) and not filling.decide_close(state, now)
         assert not undecided or self.ahead(filling.next_due(state, now))
-        assert self.ahead(filling.next_overdue(state, state.workers, now))
+        assert self.ahead(overdue.next_overdue(state, state.workers, now))
 
     def ahead(self, due):
         return due is None or due > self.run.now
