@@ -124,6 +124,7 @@ def difference(old: RunSpec | None, new: RunSpec) -> list[Change]:
         for spec in (old, new)
     )
     changes: list[Change] = []
+    effect: ChangeClass
     for path in [*after, *(path for path in before if path not in after)]:
         then: Any = before.get(path)
         now: Any = after.get(path)
@@ -132,10 +133,14 @@ def difference(old: RunSpec | None, new: RunSpec) -> list[Change]:
             then, now = then or (), now or ()
             then, now = [n for n in then if n in now], [n for n in now if n in then]
             if then != now:
-                effect: ChangeClass = "newrun" if path in _ORDER_IS_LEARNT else "restart"
+                effect = "newrun" if path in _ORDER_IS_LEARNT else "restart"
                 changes.append(Change(path, then, now, "change", effect, "another order"))
         elif path not in before and now not in _NOTHING:
-            changes.append(Change(path, None, now, "add", _class(path)))
+            list_name, _, name = path.partition(".")
+            pools = before.get("samplers") if list_name == "samplers" else None
+            pool = pools is not None and name.partition(".")[0] not in pools
+            effect = "restart" if pool else _class(path)  # nobody has sampled for a new pool
+            changes.append(Change(path, None, now, "add", effect))
         elif path not in after and then not in _NOTHING:
             changes.append(Change(path, then, None, "remove", _class(path)))
         elif path in before and path in after and then != now:

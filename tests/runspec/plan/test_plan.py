@@ -94,6 +94,14 @@ def test_an_item_of_a_named_list_is_added_and_removed_by_name():
     assert str(removed[0]) == 'broadcast.relays.second.name: "second" there, unset now'
 
 
+def test_a_pool_is_added_to_a_run_but_not_taken_out():
+    pool = OLD.samplers[0].model_dump(mode="json") | {"name": "others"}
+    new = with_values(samplers=[*TREE["samplers"], pool])
+    assert severest(difference(OLD, new)) == "restart"
+    assert severest(difference(new, OLD)) == "newrun"
+    assert severest(difference(OLD, with_values(samplers=[pool]))) == "newrun"
+
+
 def test_another_order_is_a_change_of_its_own():
     # given two rewards, whose sum depends on their order in the last bit
     names = [term["name"] for term in TREE["reward"]]
