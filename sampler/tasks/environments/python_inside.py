@@ -46,6 +46,8 @@ def make_repeatable() -> None:
         }
         setattr(datetime, owner.__name__, type(owner.__name__, (owner,), clocks))
     os.urandom = refused("os.urandom")
+    os.getpid, os.getppid = lambda: 2, lambda: 1  # as in a namespace of its own
+    os.environ.update(HOME=".", TMPDIR=".")
     random._urandom = os.urandom  # type: ignore[attr-defined]  # noqa: SLF001 - of SystemRandom
     seed = random.Random.seed
 

@@ -31,6 +31,8 @@ PRINTED = {
     "import datetime; datetime.date.today()": "RuntimeError: date.today is not there",
     "from datetime import datetime; datetime.now()": "RuntimeError: datetime.now is not there",
     "import uuid; uuid.uuid4()": "RuntimeError: os.urandom is not there",
+    "import os; print(os.environ['HOME'], os.getpid())": ". 2",
+    "import tempfile; print(tempfile.TemporaryFile().read())": "b''",
     "import secrets; secrets.randbits(8)": "RuntimeError: os.urandom is not there",
     "import threading; threading.Thread(target=print).start()": "RuntimeError: can't start new",
     "import os; os.fork()": "BlockingIOError",
@@ -57,7 +59,7 @@ print(found.hexdigest())
 LIMITS = {
     "time": ("sum(range(10**12))", "too much CPU time"),
     "memory": ("len(b'x' * (200 << 20))", "met a limit"),
-    "crash": ("import os; os.kill(os.getpid(), 11)", "SIGSEGV"),
+    "crash": ("import os; os.abort()", "SIGABRT"),
 }
 
 
