@@ -1,7 +1,7 @@
 """Detection of attacks that change what is sampled, in seeded pools; JSON, a line a model size.
 
     python -m benchmarks.attack_detection [SIZE ...] [--quick]
-    python -m benchmarks.attack_detection --pretrained DIR [VERSION_DIR ...]
+    python -m benchmarks.attack_detection --pretrained DIR [VERSION_DIR ...] [--samplers float32]
     python -m benchmarks.attack_detection --plot RESULTS.jsonl DRAWING.svg
 
 Small transformers are trained here (`benchmarks.attacks.policies`), sampled under the leases'
@@ -20,6 +20,7 @@ import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -329,9 +330,8 @@ def trained(name: str, text: np.ndarray, *, quick: bool) -> Bench:
     return Bench(name, train_policies(size, text), prompts_of(text, 4096), plan)
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench, samplers: Sequence[str]) -> dict[str, Any]:
     policies, config = bench.policies, bench.policies.leased.config
-    samplers = sorted({pair.sampler for pair in PAIRS}, reverse=True)
     return {
         "benchmark": "attack_detection",
         "hidden": config.hidden_size,
@@ -350,6 +350,8 @@ def main() -> None:
     parser.add_argument(
         "--pretrained", nargs="+", type=Path, metavar="DIR", help="a model, versions of its run"
     )
+    both = sorted({pair.sampler for pair in PAIRS}, reverse=True)
+    parser.add_argument("--samplers", nargs="+", choices=both, default=both, help="their precision")
     options = parser.parse_args()
     if unknown := set(options.sizes) - set(SIZES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are: {', '.join(SIZES)}")
@@ -363,11 +365,13 @@ def main() -> None:
         model, *versions = options.pretrained
         policies = pretrained_policies(model, versions)
         prompts = pretrained_prompts(model, read_text(), 512)
-        print(json.dumps(measure(Bench(model.name, policies, prompts, PRETRAINED))), flush=True)
+        bench = Bench(model.name, policies, prompts, PRETRAINED)
+        print(json.dumps(measure(bench, options.samplers)), flush=True)
         return
     text = text_with_ends()
     for name in options.sizes or (["64"] if options.quick else SIZES):
-        print(json.dumps(measure(trained(name, text, quick=options.quick))), flush=True)
+        bench = trained(name, text, quick=options.quick)
+        print(json.dumps(measure(bench, options.samplers)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A sampler in JAX: decodes with a cache of keys and values, in an engine's own shapes.
 
 It shares no code with the validator's prefill but RoPE and the noise. Honest with `Choice()`;
-attackers choose otherwise. In bfloat16 the logits are rounded too, as vLLM does by default.
+attackers choose otherwise. Logits are float32 in bfloat16 too, as our engine has them of vLLM.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Choice(NamedTuple):
     """Factor on the pool's."""
     noise: float = 1.0
     """Factor on the noise; 0 is greedy."""
-    top_k: int = 256
+    top_k: int = 1 << 30
+    """As many as there are, or more: none is cut off."""
     top_p: float = 1.0
     never_ends: bool = False
 
@@ -124,10 +125,11 @@ def _decode(
     caches = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in layers]
     vocabulary = jnp.arange(config.vocab_size, dtype=jnp.int32)[None]
     head = params["embed"].T if config.tie_word_embeddings else params["head"]
+    head = head.astype(jnp.float32)
 
     def take(x: jax.Array, place: jax.Array) -> tuple:
         """The token after hidden states [B, D]."""
-        logits = (x @ head).astype(jnp.float32) / TEMPERATURE
+        logits = (x.astype(jnp.float32) @ head) / TEMPERATURE
         noise = gumbel(jnp, keys[:, :1], keys[:, 1:], place, vocabulary)
         token, chosen = _chosen(logits, noise, vocabulary, choice)
         logprobs = jax.nn.log_softmax(logits)

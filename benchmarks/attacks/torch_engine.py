@@ -32,12 +32,13 @@ def _batch(model: Any, prompts: np.ndarray, keys: np.ndarray) -> list[np.ndarray
     key_0, key_1 = torch.from_numpy(keys).T[..., None]
     vocabulary = torch.arange(model.config.vocab_size, dtype=torch.int32)[None]
     fed, cache = torch.from_numpy(prompts.astype(np.int64)), None
+    head = model.lm_head.weight.detach().float().T
     found: list[list[np.ndarray]] = []
     with torch.no_grad():
         for place in range(LONGEST):
             out = model.model(input_ids=fed, past_key_values=cache, use_cache=True)
             state, cache = out.last_hidden_state[:, -1], out.past_key_values
-            scaled = model.lm_head(state).float() / TEMPERATURE
+            scaled = state.float() @ head / TEMPERATURE
             at = torch.tensor(place, dtype=torch.int32)
             fed = (scaled + gumbel(torch, key_0, key_1, at, vocabulary)).argmax(-1)[:, None]
             logprobs = scaled.log_softmax(-1).gather(1, fed)[:, 0]

@@ -48,7 +48,8 @@ def make_repeatable() -> None:
     os.urandom = refused("os.urandom")
     os.getpid, os.getppid = lambda: 2, lambda: 1  # as in a namespace of its own
     os.environ.update(HOME=".", TMPDIR=".")
-    random._urandom = os.urandom  # type: ignore[attr-defined]  # noqa: SLF001 - of SystemRandom
+    for name in ("random", "getrandbits", "randbytes"):
+        setattr(random.SystemRandom, name, refused("os.urandom"))
     seed = random.Random.seed
 
     def seeded(self: random.Random, a: Any = None, version: int = 2) -> None:

@@ -104,7 +104,7 @@ class Leases(Mapping[str, LeaseRecord]):
         self._heard: dict[tuple[Rank, int], dict[str, LeaseRecord]] = {}
         """Unanswered ones that open steps rely on, by rank and groups, longest silent first."""
         for record in records.values():
-            self._take(record)
+            self.take(record)
         for kind, heard in self._heard.items():
             self._heard[kind] = dict(sorted(heard.items(), key=lambda item: item[1].since))
 
@@ -125,11 +125,11 @@ class Leases(Mapping[str, LeaseRecord]):
                 delattr(new, name)
             elif isinstance(value, dict):
                 setattr(new, name, value.copy())
-        new._take(record)  # noqa: SLF001 - of the same class
+        new.take(record)
         return new
 
-    def _take(self, record: LeaseRecord) -> None:
-        """Count a record in place of an earlier one of its lease."""
+    def take(self, record: LeaseRecord) -> None:
+        """Count a record in place of an earlier one of its lease; nobody has these leases yet."""
         digest, lease, before = record.digest, record.lease, self._records.get(record.digest)
         self._records[digest] = record
         undecided = record.status in _UNDECIDED
