@@ -48,10 +48,9 @@ _ENVIRONMENT = {
 }
 REPEATABLE = {
     "PYTHONHASHSEED": "0",
-    # Functions of libm have variants by processor, whose last digits differ.
     "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2_Usable,-AVX2,-FMA_Usable,-FMA,-FMA4_Usable,-FMA4",
 }
-"""Variables of a program that is to print the same on every machine."""
+"""By which a program prints the same everywhere; libm has variants by processor."""
 
 
 Outcome = Literal[
@@ -123,8 +122,7 @@ class Finished:
         return self.outcome == "exit" and self.code == 0
 
     def describe(self) -> str:
-        """Return one line: the limit that was hit, the signal, or the exit code with the last line
-        of stderr."""
+        """Return the limit that was hit, the signal, or the exit code with stderr's last line."""
         if self.outcome == "exit":
             last = self.stderr.decode(errors="replace").strip().splitlines()[-1:]
             return " ".join([f"exit code {self.code}", *(line[:200] for line in last)])
@@ -325,8 +323,8 @@ def launch(
         readable: further files and directories, for example site-packages.
         mechanisms: names of the mechanisms to apply. Without any only the limits apply, and the
             program can read what its user can read.
-        repeatable: whether two runs have the same addresses, hashes of texts (where the interpreter
-            starts without `-I`) and variants of libm's functions.
+        repeatable: whether two runs have the same addresses, variants of libm's functions and
+            (without `-I`) hashes of texts.
 
     Raises:
         NotIsolated: a mechanism fails, or the program or a path is missing.
@@ -345,12 +343,10 @@ def launch(
     if control.SECCOMP in mechanisms:
         program = seccomp.build(contained=contained, signals_scoped=landlock_abi() >= 6)
     read_all = not contained and bool(capabilities() & READ_ALL) and not open_to_all(real)
+    variables = _ENVIRONMENT | (REPEATABLE if repeatable else {})
     order = control.Order(
         command=[os.fsencode(word) for word in command],
-        environment={
-            k.encode(): v.encode()
-            for k, v in (_ENVIRONMENT | (REPEATABLE if repeatable else {})).items()
-        },
+        environment={name.encode(): value.encode() for name, value in variables.items()},
         files=[(os.fsencode(name), content) for name, content in (files or {}).items()],
         readable=real,
         links=links,

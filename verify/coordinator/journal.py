@@ -96,10 +96,8 @@ class Journal:
         before, self._together = self.state, []
         try:
             yield
-            events, state = self._together, self.state
-            self.state, self._together = before, None
-            if events:
-                self._append(state, events)
+            if self._together:
+                self._append(self.state, self._together)
         except BaseException:
             self.state = before
             raise

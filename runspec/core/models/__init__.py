@@ -410,12 +410,12 @@ def not_accepted(pool: SamplerPool, spec: RunSpec, kind: str, memory: float | No
         memory: bytes of one device; None if unknown.
     """
     accepts, kinds = pool.accepts, pool.accepts.kinds
+    if _family(kind) != _family(pool.hardware.kind):
+        return f"devices like {pool.hardware.kind} wanted, this is {kind}"
     if kinds is None and spec.verify.profiles:  # limits of one kind are too narrow for another
         kinds = [pool.hardware.kind]
     if kinds is not None and kind not in kinds:
         return f"{', '.join(kinds)} wanted, this is {kind}"
-    if kinds is None and _family(kind) != _family(pool.hardware.kind):
-        return f"devices like {pool.hardware.kind} wanted, this is {kind}"
     if accepts.memory is not None and memory is not None and memory < accepts.memory:
         return f"{size(accepts.memory)} of memory a device wanted, {kind} has {size(memory)}"
     return ""

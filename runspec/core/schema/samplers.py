@@ -45,9 +45,8 @@ class Accepts(fields.Block):
     CHANGE = "restart"
 
     kinds: list[str] | None = None
-    """Kinds, as `hardware.kind`; null: GPUs of any kind where `hardware` is one, TPUs and CPUs
-    likewise, but `hardware.kind` alone where there are `verify.profiles`, whose limits are of one
-    kind."""
+    """Kinds of GPUs where `hardware` is one, else of TPUs, named as `hardware.kind`; null: all, but
+    `hardware.kind` alone where there are `verify.profiles`, whose limits are of one kind."""
     memory: fields.Size | None = None
     """Least memory of one device."""
 

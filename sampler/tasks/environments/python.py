@@ -68,15 +68,18 @@ class Python(ToolEnvironment):
             mechanisms=self._mechanisms,
             repeatable=True,
         )
-        text = done.stdout.decode(errors="replace")
-        if done.outcome == "output":
-            text = text[:SHOWN_CHARS]
-        elif done.outcome != "exit" or done.peak_bytes > self.share * LIMITS.memory_bytes:
+        cut = done.outcome == "output"
+        if (
+            not (cut or done.outcome == "exit")
+            or done.peak_bytes > self.share * LIMITS.memory_bytes
+        ):
             raise OverLimit(f"a program met a limit: {done.describe()}")
-        elif done.code:
+        text = done.stdout.decode(errors="replace")
+        if done.code and not cut:
             text += f"\nexit code {done.code}"
-        cut = len(text) > SHOWN_CHARS or done.outcome == "output"
-        return (text[:SHOWN_CHARS] + " ... cut" if cut else text.strip("\n")) or "nothing printed"
+        if cut or len(text) > SHOWN_CHARS:
+            return text[:SHOWN_CHARS] + " ... cut"
+        return text.strip("\n") or "nothing printed"
 
     def judge(self, problem: Problem, answer: str) -> float:
         truth, given = str(problem.verification["ground_truth"]).strip(), answer.strip()

@@ -89,7 +89,7 @@ def test_addresses_hashes_and_digits_are_the_same_every_time(python):
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_program_that_meets_a_limit_or_a_quarter_at_a_replay_is_a_fault(limit, monkeypatch):
     # given little CPU time, and a validator's share of the limits
-    monkeypatch.setattr(tool, "CPU_S", 1.0)
+    monkeypatch.setattr(tool, "CPU_S", 4.0)
     program, words = LIMITS[limit]
     problem = Problem("p", "python", "Go.", {"ground_truth": "1"})
     calls = [Call(problem, "step", [None, f"python({each})"]) for each in (program, "print(1)")]
