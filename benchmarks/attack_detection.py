@@ -2,6 +2,7 @@
 
     python -m benchmarks.attack_detection [SIZE ...] [--quick]
     python -m benchmarks.attack_detection --pretrained DIR [VERSION_DIR ...] [--samplers float32]
+    python -m benchmarks.attack_detection 256 --rows ROWS.jsonl  (rows as they are measured)
     python -m benchmarks.attack_detection --plot RESULTS.jsonl DRAWING.svg
 
 Small transformers are trained here (`benchmarks.attacks.policies`), sampled under the leases'
@@ -109,8 +110,10 @@ QUICK_SIZE = Size(32, 1, 40, 8, 3e-3)
 class Bench:
     """A trained size with a site for each pair."""
 
-    def __init__(self, name: str, policies: Policies, prompts: np.ndarray, plan: Plan) -> None:
-        self.name, self.policies, self.plan = name, policies, plan
+    def __init__(
+        self, name: str, policies: Policies, prompts: np.ndarray, plan: Plan, rows: Path | None
+    ) -> None:
+        self.name, self.policies, self.plan, self.rows = name, policies, plan, rows
         self.sites = {pair: Site(policies.leased, prompts, pair) for pair in PAIRS}
         self.calibrated: dict[Pair, Limits] = {}
 
@@ -147,7 +150,7 @@ class Bench:
                     again[pair].append(rows_of(replace(subject, limits=limits)))
                 site.engine.forget()
             self._say(f"honest {sampler}: {start + count} rollouts")
-        return {
+        measured_rows = {
             str(pair): {
                 **honest_row(together(rows), refused[pair]),
                 "largest_mean_gaps": largest_mean_gaps(together(rows), plan.rollouts, plan.trials),
@@ -156,6 +159,9 @@ class Bench:
             }
             for pair, rows in found.items()
         }
+        for name, row in measured_rows.items():
+            self._keep({"pair": name, "kind": "honest", **row})
+        return measured_rows
 
     def _sampled(self, leases: Leases, sampler: str, *, number: int) -> Sampled:
         if number % self.plan.torch:
@@ -176,6 +182,7 @@ class Bench:
                 row = self._measured(site, attack, leases, sampled, differ(sampled, honest))
                 found[str(pair)].append(row)
                 site.engine.forget()
+                self._keep({"pair": str(pair), **row})
                 self._say(f"{pair}: {attack.name}: {brief(row)}")
         return found
 
@@ -225,6 +232,11 @@ class Bench:
 
     def _pairs(self, sampler: str) -> list[Pair]:
         return [pair for pair in PAIRS if pair.sampler == sampler]
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        if self.rows:
+            with self.rows.open("a") as file:
+                file.write(json.dumps({"size": self.name, **row}) + "\n")
 
     def _say(self, what: str) -> None:
         print(f"{self.name}: {what}", file=sys.stderr, flush=True)
@@ -325,9 +337,9 @@ def brief(row: dict[str, Any]) -> str:
     return f"D {row['moved']:.4f}, mean gap {row['mean_gap']:.2e}, tokens needed {needs}"
 
 
-def trained(name: str, text: np.ndarray, *, quick: bool) -> Bench:
+def trained(name: str, text: np.ndarray, *, quick: bool, rows: Path | None) -> Bench:
     size, plan = (QUICK_SIZE, QUICK) if quick else (SIZES[name], PLANS[name])
-    return Bench(name, train_policies(size, text), prompts_of(text, 4096), plan)
+    return Bench(name, train_policies(size, text), prompts_of(text, 4096), plan, rows)
 
 
 def measure(bench: Bench, samplers: Sequence[str]) -> dict[str, Any]:
@@ -352,6 +364,7 @@ def main() -> None:
     )
     both = sorted({pair.sampler for pair in PAIRS}, reverse=True)
     parser.add_argument("--samplers", nargs="+", choices=both, default=both, help="their precision")
+    parser.add_argument("--rows", type=Path, help="a file to which each row is added when measured")
     options = parser.parse_args()
     if unknown := set(options.sizes) - set(SIZES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are: {', '.join(SIZES)}")
@@ -365,12 +378,12 @@ def main() -> None:
         model, *versions = options.pretrained
         policies = pretrained_policies(model, versions)
         prompts = pretrained_prompts(model, read_text(), 512)
-        bench = Bench(model.name, policies, prompts, PRETRAINED)
+        bench = Bench(model.name, policies, prompts, PRETRAINED, options.rows)
         print(json.dumps(measure(bench, options.samplers)), flush=True)
         return
     text = text_with_ends()
     for name in options.sizes or (["64"] if options.quick else SIZES):
-        bench = trained(name, text, quick=options.quick)
+        bench = trained(name, text, quick=options.quick, rows=options.rows)
         print(json.dumps(measure(bench, options.samplers)), flush=True)
 
 
