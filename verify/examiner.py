@@ -29,7 +29,7 @@ from verify.formats.submission import Rollout, max_submission_bytes
 from verify.formats.turns import gaps as gaps_of
 from verify.formats.verdict import MAX_FAULT, RolloutVerdict
 from verify.plugins import Graded, PrefillEngine, TaskSet
-from verify.profile import limits_by_pool
+from verify.profile import PairLimits
 from verify.recompute import Recomputed, Replayed, grade, prefill_request, recompute, replay
 from verify.truncation import Truncation
 from verify.watchdog import Stages
@@ -132,7 +132,7 @@ class Examiner:
         self._vocab_size, self._wants_prefill = vocab_size, wants_prefill
         self._stages = stages or Stages()
         self._pools = {pool.name: pool for pool in spec.samplers}
-        self._limits = limits_by_pool(spec)
+        self._limits = PairLimits(spec)
         self._replaying = ThreadPoolExecutor(_REPLAYS, thread_name_prefix="replay")
 
     def examine(self, files: Sequence[SubmissionFile]) -> list[Verdict]:
@@ -215,21 +215,22 @@ class Examiner:
             assignments=assignments(
                 lease, n_problems=len(self._task_set), targets=self._task_set.targets
             ),
-            limits=self._limits[pool.name],
+            limits=self._limits.of(lease.pool, lease.devices).limits,
             last_version=spec.steps,
         )
 
     def _after_prefill(self, cases: list[_Case]) -> list[_Case]:
         """Recompute the submissions that passed so far and were drawn, a version at a time."""
         done = []
-        together: dict[tuple[int, str, str], list[_Case]] = defaultdict(list)
+        together: dict[tuple[int, str, str, str], list[_Case]] = defaultdict(list)
         for case in cases:
             lease = case.subject.lease
             if not case.examination.reason and self._wants_prefill(case.subject.submission):
-                together[lease.version, lease.manifest_digest, lease.pool].append(case)
+                pair = lease.pool, lease.devices
+                together[lease.version, lease.manifest_digest, *pair].append(case)
             else:
                 done.append(case)
-        for (version, digest, name), alike in together.items():
+        for (version, digest, name, devices), alike in together.items():
             requests = [
                 prefill_request(
                     c.subject.part_of(row),
@@ -246,7 +247,8 @@ class Examiner:
             if requests:
                 # Outside all stages, because late weights are no fault of a submission.
                 ensure_weights(self._engine, version, digest)
-                sampling, tau = self._pools[name].sampling, self._limits[name].gap
+                sampling = self._pools[name].sampling
+                tau = self._limits.of(name, devices).limits.gap
                 # tau is how far two values may differ relative to each other, in choice and cut.
                 rule = Truncation(sampling.top_p, sampling.top_k, margin=tau)
                 with self._stages.of("prefill", *(c.subject.submission for c in alike)):

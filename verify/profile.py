@@ -1,8 +1,11 @@
 """A profile: the limits measured for one pair of sampler and validator, signed by the root key.
 
 A profile is untrusted input: its size is limited, its form is exact, the root must have signed it,
-and it must not have expired. It must name the limits that are looser than the published ones. The
-limits of a pool are those of the spec, of a profile, or the published ones.
+and it must not have expired. It must name the limits that are looser than the published ones, and
+none may be looser than `verify.loosest` allows.
+
+Limits belong to a pair: a pool with the devices that a lease names, and the validators' hardware.
+They are those of the spec, of a profile, or the published ones (`PairLimits`).
 """
 
 from __future__ import annotations
@@ -10,13 +13,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from runspec.core.errors import UserError
+from runspec.core.models import not_accepted
 from runspec.core.roles import check_times
 from runspec.core.schema import RunSpec, SamplerPool
 from runspec.core.schema.fields import FloatType
@@ -58,6 +62,9 @@ class SamplerSide(_Part):
     engine: Name
     precision: Precision
     hardware: Name
+    """Kind of its devices."""
+    tensor: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Devices that divide the model; null: as many as the pool's."""
     sampling: SamplingSide
 
 
@@ -174,18 +181,42 @@ class Profile(_Part):
             short=short,
         )
 
+    def above_published(self, times: float = 1.0) -> list[str]:
+        """Return the names of its limits above so many times the published ones."""
+        published = limits_for(self.sampler.precision, self.validator.precision)
+        return looser_than_published(self.as_limits(), published, times)
+
+    def devices(self, pool: SamplerPool) -> str:
+        """Return the devices that were measured, in the form of `Lease.devices`."""
+        return devices_of(pool, self.sampler.hardware, self.sampler.tensor or pool.parallel.tensor)
+
     def differences(self, spec: RunSpec, pool: SamplerPool) -> list[str]:
-        """Return how a pool and its validators differ from those measured; empty if they do not."""
+        """Return how a pool and its validators differ from those measured; empty if they do not.
+        Of the sampler's devices, the pool must accept their kind."""
         here: dict[str, tuple[object, object]] = {
             "sampler engine": (self.sampler.engine, pool.engine),
             "sampler precision": (self.sampler.precision, precision_of(pool)),
-            "sampler hardware": (self.sampler.hardware, pool.hardware.kind),
             "validator engine": (self.validator.engine, spec.verify.engine),
             "validator precision": (self.validator.precision, spec.learner.compute_dtype),
             "validator hardware": (self.validator.hardware, validator_hardware(spec)),
         }
+        if not_accepted(pool, self.sampler.hardware, None):
+            here["sampler hardware"] = self.sampler.hardware, pool.hardware.kind
         here |= {what: (n, getattr(pool.sampling, what)) for what, n in self.sampler.sampling}
         return [f"{what} {then}, not {now}" for what, (then, now) in here.items() if then != now]
+
+
+def devices_of(pool: SamplerPool, kind: str, tensor: int) -> str:
+    """Return a worker's devices as a lease names them: `<kind> x <tensor>`; empty for those of the
+    pool's `hardware` and `parallel`."""
+    planned = kind == pool.hardware.kind and tensor == pool.parallel.tensor
+    return "" if planned else f"{kind} x {tensor}"
+
+
+def kind_and_tensor(pool: SamplerPool, devices: str) -> tuple[str, int]:
+    """Return the kind and the number of a lease's devices; the inverse of `devices_of`."""
+    kind, _, tensor = devices.partition(" x ")
+    return (kind, int(tensor)) if devices else (pool.hardware.kind, pool.parallel.tensor)
 
 
 def validator_hardware(spec: RunSpec) -> str:
@@ -221,8 +252,7 @@ def open_profile(
     belows = [row.below for row in limits.short]
     if belows != sorted(set(belows)):
         raise BadSignature(f"{KIND}: limits of short chunks are not in ascending order")
-    published = limits_for(profile.sampler.precision, profile.validator.precision)
-    if hidden := set(looser_than_published(limits, published)) - set(profile.looser):
+    if hidden := set(profile.above_published()) - set(profile.looser):
         raise BadSignature(
             f"{KIND}: {min(hidden)} is looser than the published limit, and `looser` does not name "
             "it"
@@ -234,19 +264,20 @@ _OF_THEIR_OWN = ("short", "gap_noise")
 """Fields without a published limit: short chunks, and the budget of gaps."""
 
 
-def looser_than_published(limits: Limits, published: Limits) -> list[str]:
-    """Return the names of the looser limits; of short chunks in the form `mismatch_share < 128`."""
+def looser_than_published(limits: Limits, published: Limits, times: float = 1.0) -> list[str]:
+    """Return the names of the limits above so many times the published ones; of short chunks in the
+    form `mismatch_share < 128`."""
     found = [
         name
         for name in LimitTable.model_fields
-        if name not in _OF_THEIR_OWN and getattr(limits, name) > getattr(published, name)
+        if name not in _OF_THEIR_OWN and getattr(limits, name) > times * getattr(published, name)
     ]
     for row in limits.short:
         there = published.for_chunk(row.below - 1)
         found += [
             f"{name} < {row.below}"
             for name in ("mismatch_share", "miss_share", "mantissa_mean", "mantissa_median")
-            if getattr(row, name) > getattr(there, name)
+            if getattr(row, name) > times * getattr(there, name)
         ]
     return found
 
@@ -264,9 +295,9 @@ def profiles_of(spec: RunSpec, *, dated: bool = True) -> dict[str, Profile]:
         dated: whether the profiles must be valid now.
 
     Raises:
-        UserError: a profile is not valid, or the spec pins no root key.
+        UserError: a profile is not valid or too loose, or the spec pins no root key.
     """
-    root = spec.identity.root_public_key
+    root, loosest = spec.identity.root_public_key, spec.verify.loosest
     found: dict[str, Profile] = {}
     for item in spec.verify.profiles:
         place = f"verify.profiles.{item.name}"
@@ -286,56 +317,74 @@ def profiles_of(spec: RunSpec, *, dated: bool = True) -> dict[str, Profile]:
                 place=place,
                 remedy="calibrate again, and sign with the run's root key",
             ) from error
+        if loose := found[item.name].above_published(loosest):
+            raise UserError(
+                f"{', '.join(loose)} of its limits are above {loosest:g} times the published ones",
+                place=place,
+                remedy="take it out, or raise verify.loosest for whoever says it has such devices",
+            )
     return found
 
 
-def limits_by_pool(spec: RunSpec, *, dated: bool = True) -> dict[str, Limits]:
-    """Return the limits of each pool; arguments and errors are those of `profiles_of`."""
-    return {pool: limits for pool, (limits, _) in _chosen(spec, dated=dated).items()}
+@dataclass(frozen=True)
+class Judged:
+    """The limits of one pair, and where they come from."""
+
+    limits: Limits
+    source: str
+    """For people."""
+    probation: bool
+    """Whether the pair's accepted work is not trained on: see `verify.uncalibrated`."""
 
 
-def sources_by_pool(spec: RunSpec) -> dict[str, str]:
-    """Return the source of each pool's limits, for people.
+class PairLimits:
+    """The limits of each pair; arguments and errors are those of `profiles_of`."""
 
-    Raises:
-        UserError: see `profiles_of`.
-    """
-    return {pool: source for pool, (_, source) in _chosen(spec, dated=True).items()}
+    def __init__(self, spec: RunSpec, *, dated: bool = True) -> None:
+        self._spec, self._profiles = spec, profiles_of(spec, dated=dated)
+        self._pools = {pool.name: pool for pool in spec.samplers}
+        self._known: dict[tuple[str, str], Judged] = {}
 
+    def of(self, pool: str, devices: str = "") -> Judged:
+        """Return the limits of a pool's workers with some devices.
 
-def _chosen(spec: RunSpec, *, dated: bool) -> dict[str, tuple[Limits, str]]:
-    """Return the limits of each pool, and where they come from."""
-    profiles, found = profiles_of(spec, dated=dated), {}
-    for pool in spec.samplers:
-        precision = precision_of(pool)
+        Args:
+            pool: of the spec.
+            devices: as in a lease, which the coordinator signed; empty: those of the pool.
+        """
+        pair = pool, devices
+        if pair not in self._known:
+            self._known[pair] = self._chosen(self._pools[pool], devices)
+        return self._known[pair]
+
+    def measured(self, pool: str) -> list[str]:
+        """Return the devices of a pool that profiles cover, besides its own."""
+        of = self._pools[pool]
+        fitting = (p for p in self._profiles.values() if not p.differences(self._spec, of))
+        return sorted({devices for p in fitting if (devices := p.devices(of))})
+
+    def _chosen(self, pool: SamplerPool, devices: str) -> Judged:
+        spec, precision = self._spec, precision_of(pool)
         limits = limits_for(precision, spec.learner.compute_dtype, spec.verify.thresholds)
-        source = "the published ones"
-        covering = (n for n, each in profiles.items() if not each.differences(spec, pool))
         if any(given.name == precision for given in spec.verify.thresholds):
-            source = f"verify.thresholds.{precision}"
-        elif (name := next(covering, None)) is not None:
-            profile, published = profiles[name], limits
-            limits = profile.as_limits()
-            if not pool.sampling.seeded:
-                limits = replace(limits, **{each: getattr(published, each) for each in _OF_GAPS})
-            until = datetime.fromtimestamp(profile.expires, UTC).date()
-            looser = ", ".join(profile.looser)
-            more = f", looser than published in {looser}" if looser else ""
-            source = f"verify.profiles.{name}, until {until}{more}"
-        found[pool.name] = limits, source
-    return found
+            return Judged(limits, f"verify.thresholds.{precision}", probation=False)
+        for name, profile in self._profiles.items():
+            if profile.devices(pool) == devices and not profile.differences(spec, pool):
+                return Judged(*_calibrated(name, profile, pool, limits), probation=False)
+        wanted = bool(devices and self._profiles) and spec.verify.uncalibrated == "discard"
+        return Judged(limits, "the published ones", probation=wanted)
 
 
-def gap_noise_by_pool(spec: RunSpec) -> dict[str, GapNoise]:
-    """Return the noise of gaps of each calibrated pool with seeded sampling.
-
-    Expired profiles count too: the validators, which use all limits, check the dates.
-
-    Raises:
-        UserError: see `profiles_of`.
-    """
-    limits = limits_by_pool(spec, dated=False)
-    return {pool: each.gap_noise for pool, each in limits.items() if each.gap_noise}
+def _calibrated(
+    name: str, profile: Profile, pool: SamplerPool, published: Limits
+) -> tuple[Limits, str]:
+    limits = profile.as_limits()
+    if not pool.sampling.seeded:
+        limits = replace(limits, **{each: getattr(published, each) for each in _OF_GAPS})
+    until = datetime.fromtimestamp(profile.expires, UTC).date()
+    looser = ", ".join(profile.looser)
+    more = f", looser than published in {looser}" if looser else ""
+    return limits, f"verify.profiles.{name}, until {until}{more}"
 
 
 def require_profiles(spec: RunSpec, *, root_public_key: str) -> None:

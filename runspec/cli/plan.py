@@ -177,11 +177,15 @@ def show_limits(spec: RunSpec, console: Console) -> None:
         graded = _GRADED[thinking]
         console.print(f"\nOf each output {graded} is graded (data.thinking: {thinking})")
     if spec.verify.profiles or spec.verify.thresholds:
-        from verify.profile import sources_by_pool
+        from verify.profile import PairLimits
 
+        limits = PairLimits(spec)
         console.print("\nLimits that submissions are judged by:")
-        for pool, source in sources_by_pool(spec).items():
-            console.print(f"  {pool}: {source}", markup=False, soft_wrap=True)
+        for name in (pool.name for pool in spec.samplers):
+            for devices in ("", *limits.measured(name)):
+                who = f"{name} on {devices}" if devices else name
+                source = limits.of(name, devices).source
+                console.print(f"  {who}: {source}", markup=False, soft_wrap=True)
 
 
 def _headline(plan: RunPlan) -> str:

@@ -59,7 +59,7 @@ def fitted(
     """
     hardware, place = devices.hardware, f"samplers.{pool.name}"
     count, memory = hardware.count or 0, device_of(hardware).memory
-    if reason := not_accepted(pool, spec, hardware.kind, memory):
+    if reason := not_accepted(pool, hardware.kind, memory):
         return Unfit(f"{place}.accepts", reason)
     kind = pool.quantization or pool.dtype
     least = CAPABILITIES.get(kind)

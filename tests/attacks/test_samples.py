@@ -24,10 +24,12 @@ from tests.attacks.conftest import (
     rejection,
     take_lease,
 )
-from tests.verify.bench import MODEL, Bench
+from tests.verify.bench import MODEL, Bench, lease_for
+from tests.verify.profiles import document, made_profile, with_profile
 from tests.verify.small_model import EOS, VOCAB, SmallModel, Worker, log_softmax, token_noise
 from verify.formats.lease import assignments
 from verify.plugins import GradeItem, PrefillOutput
+from verify.thresholds import limits_for
 from verify.truncation import Truncation, thresholds
 
 pytestmark = pytest.mark.slow
@@ -174,6 +176,36 @@ class TestSeededChoice:
         self, bench: Bench, attack: type[Worker], least: float, temperature: float
     ) -> None:
         rejected(bench, attack, least, temperature=temperature)
+
+
+class TestLoosestDevices:
+    """Devices that a worker only says it has: of none are the limits above the published ones."""
+
+    @pytest.mark.parametrize("devices", ["cpu-b x 2", "cpu-c x 1"])
+    @pytest.mark.parametrize(
+        ("attack", "temperature"),
+        [(EditsTokens, TEMPERATURE), (Samples, TEMPERATURE / 2), (TopFive, TEMPERATURE)],
+    )
+    def test_it_is_rejected_by_their_limits(
+        self, bench: Bench, attack: type[Worker], temperature: float, devices: str
+    ) -> None:
+        # given limits that were measured for the pool's own devices, and looser ones of another
+        precision = bench.spec.samplers[0].dtype
+        published = limits_for(precision, "float32")
+        sides = {"precision": precision}, {"precision": precision, "hardware": "cpu-b", "tensor": 2}
+        tight = replace(published, gap_mean=published.gap_mean / 10)
+        texts = [
+            document(made_profile(limits, sampler=side))
+            for limits, side in zip((tight, published), sides, strict=True)
+        ]
+        bench.spec = with_profile(bench.spec, *texts)
+        # when a worker is leased to by the other devices, or by some that nobody measured
+        bench.signed_lease, bench.lease = lease_for(
+            bench.worker_key, bench.coordinator_key, devices=devices
+        )
+        assert bench.verdict(bench.honest()).accepted
+        # then its samples are rejected as ever
+        rejected(bench, attack, 0.2, temperature=temperature)
 
 
 class TestSmallerModelsTokens:

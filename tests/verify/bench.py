@@ -67,7 +67,13 @@ class Bench:
 
 
 def lease_for(
-    worker: SigningKey, coordinator: SigningKey, *, step: int = 0, index: int = 0, version: int = 0
+    worker: SigningKey,
+    coordinator: SigningKey,
+    *,
+    step: int = 0,
+    index: int = 0,
+    version: int = 0,
+    devices: str = "",
 ) -> tuple[bytes, Lease]:
     """A lease of two groups, signed."""
     lease = Lease(
@@ -82,6 +88,7 @@ def lease_for(
         manifest_digest="ab" * 32,
         issued=0.0,
         expires=1e9,
+        devices=devices,
     )
     return sign_lease(lease, coordinator), lease
 

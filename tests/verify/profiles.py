@@ -57,9 +57,13 @@ def document(profile: form.Profile, key: SigningKey = ROOT) -> str:
     return form.sign_profile(profile, key).decode()
 
 
-def with_profile(spec: RunSpec, text: str) -> RunSpec:
-    """A spec that names a profile, and pins the root that signs profiles here."""
-    item = CalibrationProfile(name="measured", document=text)
-    verify = spec.verify.model_copy(update={"profiles": [item]})
+def with_profile(spec: RunSpec, *texts: str, **settings: object) -> RunSpec:
+    """A spec that names profiles, and pins the root that signs profiles here."""
+    names = ("measured", *map(str, range(1, len(texts))))
+    items = [
+        CalibrationProfile(name=name, document=text)
+        for name, text in zip(names, texts, strict=True)
+    ]
+    verify = spec.verify.model_copy(update={"profiles": items, **settings})
     identity = spec.identity.model_copy(update={"root_public_key": ROOT.public_hex})
     return spec.model_copy(update={"verify": verify, "identity": identity})

@@ -18,9 +18,8 @@ from tests.verify.small_model import Worker, small_spec
 from verify.coordinator.machine.verdicts import excess_of
 from verify.profile import (
     KIND,
+    PairLimits,
     Profile,
-    gap_noise_by_pool,
-    limits_by_pool,
     open_profile,
     require_model,
     require_profiles,
@@ -81,7 +80,7 @@ def test_what_the_root_did_not_sign_is_refused(data: bytes) -> None:
     with pytest.raises(BadSignature):
         opened(data)
     with pytest.raises(UserError, match=r"cannot be verified") as raised:
-        limits_by_pool(with_profile(small_spec(), data.decode()))
+        PairLimits(with_profile(small_spec(), data.decode()))
     assert raised.value.place == "verify.profiles.measured"
 
 
@@ -98,7 +97,7 @@ def test_a_validator_starts_with_profiles_of_its_root_and_model_alone() -> None:
             require_model(spec, {**config, name: 1})
     unpinned = spec.identity.model_copy(update={"root_public_key": None})
     with pytest.raises(UserError, match="lacks identity"):
-        limits_by_pool(spec.model_copy(update={"identity": unpinned}))
+        PairLimits(spec.model_copy(update={"identity": unpinned}))
 
 
 # --- in a run -----------------------------------------------------------------------------------
@@ -107,7 +106,7 @@ def test_a_validator_starts_with_profiles_of_its_root_and_model_alone() -> None:
 def bench_of(tmp_path: Path, profile: Profile, shift: float = 0.0, **pool: object) -> Bench:
     """A run with a profile, and a worker whose weights are off by a share."""
     bench = Bench(tmp_path, **pool)
-    bench.spec = with_profile(bench.spec, document(profile))
+    bench.spec = with_profile(bench.spec, document(profile), loosest=2.0)
     model = MODEL.perturbed(shift) if shift else MODEL
     if bench.spec.samplers[0].dtype == "bfloat16":
         model = model.in_bfloat16()
@@ -154,8 +153,38 @@ def test_a_profile_of_another_pool_leaves_the_published_limits(
 ) -> None:
     measured = replace(FLOAT32, gap_mean=1e-6)
     spec = small_spec(sampling={"temperature": 0.8, "top_p": 1.0, "top_k": -1, **sampling})
-    found = limits_by_pool(with_profile(spec, document(made_profile(measured, sampler=sampler))))
-    assert found == {"home": measured if covers else FLOAT32}
+    found = PairLimits(with_profile(spec, document(made_profile(measured, sampler=sampler))))
+    assert found.of("home").limits == (measured if covers else FLOAT32)
+
+
+def test_limits_belong_to_a_pool_with_devices() -> None:
+    # given a profile of the pool's own devices, and one of a kind that divides the model by two
+    own, other = replace(FLOAT32, gap_mean=1e-6), replace(FLOAT32, gap_mean=2e-6)
+    elsewhere = made_profile(other, sampler={"hardware": "cpu-b", "tensor": 2})
+    texts = document(made_profile(own)), document(elsewhere)
+    found = PairLimits(with_profile(small_spec(), *texts))
+    # then each has its own limits, and a pair that nobody measured the published ones
+    assert found.measured("home") == ["cpu-b x 2"]
+    assert [found.of("home", each).limits for each in ("", "cpu-b x 2")] == [own, other]
+    assert not (found.of("home").probation or found.of("home", "cpu-b x 2").probation)
+    for unknown in ("cpu-b x 1", "cpu-c x 2"):
+        assert (found.of("home", unknown).limits, found.of("home", unknown).probation) == (
+            FLOAT32,
+            True,
+        )
+    # and its work trains where the operator says so, or has calibrated nothing
+    for spec in (with_profile(small_spec(), *texts, uncalibrated="train"), small_spec()):
+        assert not PairLimits(spec).of("home", "cpu-c x 2").probation
+
+
+def test_no_profile_is_looser_than_the_spec_allows() -> None:
+    text = document(
+        made_profile(replace(FLOAT32, gap_mean=1.5 * FLOAT32.gap_mean), looser=["gap_mean"])
+    )
+    assert PairLimits(with_profile(small_spec(), text, loosest=1.5)).of("home").limits != FLOAT32
+    with pytest.raises(UserError, match=r"gap_mean of its limits are above 1.4 times") as raised:
+        PairLimits(with_profile(small_spec(), text, loosest=1.4))
+    assert "raise verify.loosest" in str(raised.value.remedy)
 
 
 def test_of_gaps_a_seeded_pools_profile_says_nothing_to_one_that_draws_freely(
@@ -167,7 +196,8 @@ def test_of_gaps_a_seeded_pools_profile_says_nothing_to_one_that_draws_freely(
     free = {"trust": "trusted", "sampling": {"temperature": 0.8, "seeded": False}}
     bench = bench_of(tmp_path, profile, dtype="bfloat16", **free)
     # then its log-probs and proofs are judged by the profile, and no gap is
-    assert limits_by_pool(bench.spec) == {"home": replace(BFLOAT16, logprob_submission=0.0145)}
+    found = PairLimits(bench.spec).of("home").limits
+    assert found == replace(BFLOAT16, logprob_submission=0.0145)
     # and the coordinator takes its verdicts, which cannot say what gaps come to
-    assert gap_noise_by_pool(bench.spec).get("home") is None
+    assert found.gap_noise is None
     assert bench.verdict(bench.honest()).accepted

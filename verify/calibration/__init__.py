@@ -30,7 +30,7 @@ from verify import profile as form
 from verify.calibration import measure
 from verify.calibration.derive import as_table, derive
 from verify.commands import run_once, say
-from verify.profile import Profile, open_profile, sign_profile
+from verify.profile import Profile, kind_and_tensor, open_profile, sign_profile
 from verify.thresholds import limits_for, precision_of
 
 _LIBRARIES = ("jax", "torch", "vllm", "transformers")
@@ -49,6 +49,12 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     )
     one.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
     one.add_argument("--pool", required=True, help="the sampler pool of the spec to calibrate")
+    one.add_argument(
+        "--worker",
+        metavar="KEY",
+        help="measure this worker of yours and its devices (its public key, 64 characters); "
+        "default: all with the devices of the pool's `hardware`",
+    )
     one.add_argument("--key", required=True, type=Path, metavar="FILE", help="signs the profile")
     one.add_argument("--out", required=True, type=Path, metavar="PROFILE", help="the file to write")
     one.add_argument(
@@ -96,6 +102,7 @@ def _calibrate(options: argparse.Namespace, log: Logger) -> None:
     profile = calibrate(
         options.run_dir,
         options.pool,
+        worker=options.worker,
         fetched=options.weights,
         rate=options.rate,
         allow_looser=options.allow_looser,
@@ -143,7 +150,7 @@ def _profile_text(profile: Profile) -> str:
     s, v, m, seen = profile.sampler, profile.validator, profile.model, profile.measured
     releases = ", ".join(f"{name} {release}" for name, release in v.releases.items())
     lines = [
-        f"sampler: {s.engine}, {s.precision}, {s.hardware}; temperature "
+        f"sampler: {s.engine}, {s.precision}, {s.hardware} x {s.tensor or '-'}; temperature "
         f"{s.sampling.temperature:g}, top_p {s.sampling.top_p:g}, top_k {s.sampling.top_k}",
         f"validator: {v.engine}, {v.precision}, {v.hardware} ({releases})",
         f"model: hidden size {m.hidden_size}, {m.num_hidden_layers} layers, "
@@ -180,6 +187,7 @@ def calibrate(
     run_dir: Path,
     name: str,
     *,
+    worker: str | None = None,
     fetched: Path | None = None,
     rate: float = 1e-6,
     allow_looser: bool = False,
@@ -190,6 +198,7 @@ def calibrate(
     Args:
         run_dir: the run's directory.
         name: name of the pool.
+        worker: the only worker that is measured; None: all with the pool's own devices.
         fetched: folder of fetched versions; None: those of the run directory.
         rate: share of honest rollouts that may be rejected.
         allow_looser: whether limits may be looser than the published ones.
@@ -207,7 +216,8 @@ def calibrate(
             remedy=f"name one of {', '.join(pool.name for pool in spec.samplers)}",
         )
     published = limits_for(precision_of(pool), spec.learner.compute_dtype)
-    taken, versions = _with_weights(run_dir, spec, name, fetched, log)
+    taken, versions = _with_weights(run_dir, spec, name, worker, fetched, log)
+    kind, tensor = kind_and_tensor(pool, taken[0].lease.devices)
     measured = measure.Measurements()
     with tempfile.TemporaryDirectory(prefix="calibrate-") as cache:
         for version in versions.values():
@@ -233,7 +243,8 @@ def calibrate(
         sampler=form.SamplerSide(
             engine=pool.engine,
             precision=precision_of(pool),
-            hardware=pool.hardware.kind,
+            hardware=kind,
+            tensor=tensor,
             sampling=form.SamplingSide.model_validate(pool.sampling, from_attributes=True),
         ),
         validator=form.ValidatorSide(
@@ -257,10 +268,10 @@ def calibrate(
 
 
 def _with_weights(
-    run_dir: Path, spec: RunSpec, pool: str, fetched: Path | None, log: Logger
+    run_dir: Path, spec: RunSpec, pool: str, worker: str | None, fetched: Path | None, log: Logger
 ) -> tuple[list[measure.ReceivedSubmission], dict[int, measure.Version]]:
     """Return the submissions whose weights are still there, and their versions."""
-    found = measure.submissions_of(run_dir, spec, pool)
+    found = measure.submissions_of(run_dir, spec, pool, worker)
     digests = {taken.lease.version: taken.lease.manifest_digest for taken in found}
     versions = {
         number: where

@@ -56,16 +56,27 @@ class ReceivedSubmission:
     files: SubmissionFiles
 
 
-def submissions_of(run_dir: Path, spec: RunSpec, pool: str) -> list[ReceivedSubmission]:
+def submissions_of(
+    run_dir: Path, spec: RunSpec, pool: str, worker: str | None = None
+) -> list[ReceivedSubmission]:
     """Return the submissions of a pool whose files are still there, by version, then as received.
 
     Rejected submissions are included: without them, what an honest pool is rejected for is hidden.
 
+    Args:
+        run_dir, spec: of the run.
+        pool: name of the pool.
+        worker: the only worker; None: all with the devices that the pool plans with.
+
     Raises:
         UserError: the ledger cannot be read.
     """
-    granted = read_events(run_dir, spec, LeaseGranted)
-    leases = {event.digest: event.lease for event in granted if event.lease.pool == pool}
+    leases = {
+        event.digest: event.lease
+        for event in read_events(run_dir, spec, LeaseGranted)
+        if event.lease.pool == pool
+        and (event.lease.worker == worker if worker else not event.lease.devices)
+    }
     found: list[ReceivedSubmission] = []
     for event in read_events(run_dir, spec, SubmissionReceived):
         lease = leases.get(event.lease)

@@ -50,7 +50,7 @@ from verify.coordinator.machine.verdicts import batch_stats
 from verify.coordinator.requests import Refusal
 from verify.coordinator_http import RequestChecker, Unauthorised
 from verify.formats import batch
-from verify.profile import gap_noise_by_pool
+from verify.profile import PairLimits
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ async def serve(
         spec = load_resolved(run_dir)
         key = SigningKey.load(run_dir / "keys" / "coordinator.key")
         roles_document, roles = _read_roles(run_dir, spec, key, root_public_key)
-        noise = gap_noise_by_pool(spec)
+        PairLimits(spec, dated=False)
     # In a thread, because a database may be slow to answer.
     ledger = await asyncio.to_thread(open_ledger, run_dir, spec)
     journal = Journal(run_dir, Policy.of(spec), ledger=ledger)
@@ -102,7 +102,7 @@ async def serve(
             *Status(run).routes(),
             *Evaluations(run).routes(),
             *Operator(run).routes(),
-            *Judging(run, noise).routes(),
+            *Judging(run).routes(),
             *Leasing(run, mine, limiter).routes(),
             *(islands.routes() if islands is not None else ()),
         ]

@@ -43,6 +43,9 @@ class Lease:
     manifest_digest: Digest
     issued: Time
     expires: Time
+    devices: str = ""
+    """The worker's, as it registered: with the pool they choose the limits of its checks. Empty:
+    those that the pool plans with (`verify.profile.devices_of`)."""
 
     @cached_property
     def seed(self) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 
 from runspec.core.errors import UserError, size
 from runspec.core.files import read_json
-from runspec.core.schema import Hardware, RunSpec, SamplerPool
+from runspec.core.schema import Hardware, SamplerPool
 
 DEFAULT_THETA = 10000.0
 """Default of transformers for configs without a base."""
@@ -401,19 +401,17 @@ def jax_device(device_kind: str) -> Device | None:
     return named[max(named, key=len)] if named else None
 
 
-def not_accepted(pool: SamplerPool, spec: RunSpec, kind: str, memory: float | None) -> str:
+def not_accepted(pool: SamplerPool, kind: str, memory: float | None) -> str:
     """Return why a pool takes no worker with such devices; empty if it does.
 
     Args:
-        pool, spec: of the run.
+        pool: of the run.
         kind: as in `hardware.kind`.
         memory: bytes of one device; None if unknown.
     """
     accepts, kinds = pool.accepts, pool.accepts.kinds
     if _family(kind) != _family(pool.hardware.kind):
         return f"devices like {pool.hardware.kind} wanted, this is {kind}"
-    if kinds is None and spec.verify.profiles:  # limits of one kind are too narrow for another
-        kinds = [pool.hardware.kind]
     if kinds is not None and kind not in kinds:
         return f"{', '.join(kinds)} wanted, this is {kind}"
     if accepts.memory is not None and memory is not None and memory < accepts.memory:
@@ -422,7 +420,7 @@ def not_accepted(pool: SamplerPool, spec: RunSpec, kind: str, memory: float | No
 
 
 def _family(kind: str) -> str:
-    return kind if kind == "cpu" else "tpu" if kind.startswith("tpu") else "gpu"
+    return next((name for name in ("cpu", "tpu") if kind.startswith(name)), "gpu")
 
 
 def xla_threads(devices: int) -> dict[str, str]:

@@ -45,8 +45,7 @@ class Accepts(fields.Block):
     CHANGE = "restart"
 
     kinds: list[str] | None = None
-    """Kinds of GPUs where `hardware` is one, else of TPUs, named as `hardware.kind`; null: all, but
-    `hardware.kind` alone where there are `verify.profiles`, whose limits are of one kind."""
+    """Kinds of GPUs where `hardware` is one, else of TPUs, named as `hardware.kind`; null: all."""
     memory: fields.Size | None = None
     """Least memory of one device."""
 
@@ -253,8 +252,15 @@ class Verify(fields.Block):
     alone it believes `X-Forwarded-For`, by which it bounds the requests of each address; without
     them all that come through a proxy share the bounds of the proxy's."""
     profiles: list[CalibrationProfile] = []
-    """Signed profiles of calibrated limits, each for the pools of its engine, precision and
-    hardware; pools that none covers have the published limits; merged by name."""
+    """Signed profiles of calibrated limits, each for a pool's engine and precision and for devices
+    of a worker; pairs that none covers have the published limits; merged by name."""
+    loosest: Annotated[float, Field(ge=1.0)] = 1.0
+    """How many times the published limit a limit of a profile may be. A worker names its devices
+    itself, so the loosest profile is the one that all attackers choose."""
+    uncalibrated: Literal["discard", "train"] = "discard"
+    """What becomes of accepted work of devices that no profile covers, where there are profiles.
+    `discard`: such workers are on probation, in small trials that are recomputed and not trained
+    on. The devices of a pool's `hardware` are never on probation."""
     thresholds: list[Thresholds] = []
     """Limits for precisions that were not calibrated here, over any profile; merged by name."""
 

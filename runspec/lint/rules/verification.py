@@ -237,7 +237,9 @@ def uncalibrated_precision(context: Context) -> Found:
     for pool in spec.samplers:
         sampler = precision_of(pool)
         calibrated = (sampler, validator) in CALIBRATED or sampler in given
-        calibrated |= any(not profile.differences(spec, pool) for profile in profiles)
+        calibrated |= any(
+            not (profile.differences(spec, pool) or profile.devices(pool)) for profile in profiles
+        )
         if spec.verify.prefill_share > 0.0 and not calibrated:
             yield Violation(
                 ("samplers", pool.name, "quantization" if pool.quantization else "dtype"),
@@ -257,13 +259,14 @@ def uncalibrated_precision(context: Context) -> Found:
 def calibration_profile(context: Context) -> Found:
     """A profile must be signed by the run's root key, in date, and of this run's pools and model.
 
-        signed by identity.root_public_key,   now <= expires,   one profile a pool
+        signed by identity.root_public_key,   now <= expires,   one profile a pair
+        limits <= verify.loosest * published limits
 
     A profile says by which limits strangers are judged (docs/verify.md, "Calibration"), so nobody
-    but the root may sign one. It holds for the engine, precision and hardware of samplers and
-    validators that it was measured with, for its temperature, top-p and top-k, and for models of
-    that size: where any of these differs, the numbers of honest rollouts do too. One that covers no
-    pool is never read, which is a warning: the pools have the published limits.
+    but the root may sign one. It holds for the engine and precision of samplers and validators that
+    it was measured with, for the devices of both, for its temperature, top-p and top-k, and for
+    models of that size: where any of these differs, the numbers of honest rollouts do too. One that
+    covers no pool is never read, which is a warning: the pools have the published limits.
     """
     covered: dict[str, str] = {}
     for name, profile in _profiles(context).items():
@@ -276,6 +279,15 @@ def calibration_profile(context: Context) -> Found:
                 "sign-profile`",
             )
         else:
+            loosest = context.spec.verify.loosest
+            if loose := profile.above_published(loosest):
+                yield Violation(
+                    where,
+                    f"{', '.join(loose)} above verify.loosest times the published limits",
+                    numbers={"loosest": loosest},
+                    suggestion="take it out, or raise verify.loosest for whoever says that it has "
+                    "such devices",
+                )
             yield from _misplaced(context, where, profile, covered)
 
 
@@ -293,14 +305,15 @@ def _misplaced(
             suggestion="calibrate with the pool as it is, or take it out",
             severity="warning",
         )
-    for name in pools:
-        if name in covered:
+    for pool in (each for each in spec.samplers if each.name in pools):
+        pair = f"{pool.name} {profile.devices(pool)}".strip()
+        if pair in covered:
             yield Violation(
                 where,
-                f"covers pool {name}, as {covered[name]} does",
+                f"covers pool {pair}, as {covered[pair]} does",
                 suggestion="take one of them out",
             )
-        covered.setdefault(name, where[-1])
+        covered.setdefault(pair, where[-1])
     for what, measured in profile.model.model_dump().items() if context.config else ():
         here = getattr(context.config, what)
         if here != measured:

@@ -14,7 +14,7 @@ from runspec.core.errors import UserError
 from runspec.core.schema.load import SpecFiles
 from tests.runspec.core.schema.spec_files import EXAMPLES, find
 from tests.verify.profiles import ROOT, document, made_profile
-from verify.profile import limits_by_pool
+from verify.profile import PairLimits
 from verify.thresholds import FLOAT32
 
 SPEC = f"""\
@@ -28,6 +28,7 @@ samplers:
     sampling: {{temperature: 0.8}}
 """
 STRICT = replace(FLOAT32, logprob_rollout=1e-4, logprob_submission=1e-4)
+LOOSE = replace(FLOAT32, gap_mean=2 * FLOAT32.gap_mean)
 SMALLER = {"hidden_size": 96, "num_hidden_layers": 2, "vocab_size": 192}
 
 
@@ -51,8 +52,9 @@ def spec_with(folder: Path, text: str | bytes) -> Path:
         (document(made_profile(validator={"engine": "torch"})), "warning", "engine torch, not jax"),
         (document(made_profile(sampler={"precision": "bfloat16"})), "warning", "precision bf"),
         (document(made_profile(model=SMALLER)), "error", "hidden_size 96"),
+        (document(made_profile(LOOSE, looser=["gap_mean"])), "error", "gap_mean above verify.loos"),
     ],
-    ids=range(8),  # the texts are long
+    ids=range(9),  # the texts are long
 )
 def test_what_does_not_hold_for_the_pool_is_found_at_the_profile(tmp_path, text, severity, words):
     (finding,) = find(spec_with(tmp_path, text))
@@ -78,14 +80,14 @@ def test_the_resolved_spec_holds_the_profile_and_judges_by_it(tmp_path):
     spec = sound_spec(SpecFiles(path))
     (tmp_path / "profiles" / "measured.json").write_text(document(made_profile()))
     # then it is the first that counts
-    assert limits_by_pool(spec)["pool"].logprob_rollout == 1e-4
+    assert PairLimits(spec).of("pool").limits.logprob_rollout == 1e-4
     # and a document that was exchanged is refused
     (item,) = spec.verify.profiles
     assert item.document is not None
     forged = item.model_copy(update={"document": item.document.replace("made-up", "made-it")})
     verify = spec.verify.model_copy(update={"profiles": [forged]})
     with pytest.raises(UserError, match="signature does not match"):
-        limits_by_pool(spec.model_copy(update={"verify": verify}))
+        PairLimits(spec.model_copy(update={"verify": verify}))
 
 
 def test_thresholds_of_the_spec_go_before_a_profile(tmp_path):
@@ -96,7 +98,7 @@ def test_thresholds_of_the_spec_go_before_a_profile(tmp_path):
     )
     path = spec_with(tmp_path, document(made_profile(STRICT)))
     spec = sound_spec(SpecFiles(path, overrides=[f"verify.thresholds=[{given}]"]))
-    assert limits_by_pool(spec)["pool"].logprob_rollout == 0.02
+    assert PairLimits(spec).of("pool").limits.logprob_rollout == 0.02
 
 
 def test_the_plan_says_by_which_limits_pools_are_judged(tmp_path, capsys):

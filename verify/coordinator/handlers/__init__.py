@@ -24,6 +24,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from verify.coordinator.machine.trust import Claims
 from verify.coordinator.requests import Refusal, read_json, send
 from verify.coordinator_http import SignedRequest
 from verify.formats.submission import SubmissionEnvelope
+from verify.profile import PairLimits
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Answer = web.StreamResponse | dict[str, Any] | None
@@ -80,6 +82,12 @@ class RunContext:
     """Activity of learner islands, by name instead of key."""
     claims: Claims = field(default_factory=Claims)
     """Which validator works on which submission."""
+
+    @cached_property
+    def limits(self) -> PairLimits:
+        """Limits of each pair, also those that have expired: the validators, which use all of them,
+        check the dates."""
+        return PairLimits(self.spec, dated=False)
 
     def operator(self, request: web.Request) -> SignedRequest:
         """Return who signed a request that only the coordinator's key may make.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping
-from types import MappingProxyType
+from collections.abc import AsyncIterator, Collection
 
 from aiohttp import web
 
@@ -21,7 +20,6 @@ from verify.coordinator.requests import Refusal, refusing
 from verify.coordinator_http import SignedRequest
 from verify.formats import verdict
 from verify.formats.tables import MalformedTable
-from verify.thresholds import GapNoise
 
 _log = logging.getLogger(__name__)
 
@@ -31,13 +29,10 @@ class Judging:
 
     Args:
         run: the run.
-        gap_noise: noise of the gaps, by calibrated pool.
     """
 
-    def __init__(
-        self, run: RunContext, gap_noise: Mapping[str, GapNoise] = MappingProxyType({})
-    ) -> None:
-        self._run, self._journal, self._gap_noise = run, run.journal, gap_noise
+    def __init__(self, run: RunContext) -> None:
+        self._run, self._journal = run, run.journal
         self._claims = run.claims
         self._seen = verdicts.Seen()
         for record in run.journal.state.leases.values():  # after a restart
@@ -241,7 +236,8 @@ class Judging:
         state = self._journal.state
         accepted, reason = envelope.accepted, envelope.reason
         groups: tuple[events.GroupGrade, ...] = ()
-        excess, noise = None, self._gap_noise.get(record.lease.pool)
+        limits = self._run.limits.of(record.lease.pool, record.lease.devices).limits
+        excess, noise = None, limits.gap_noise
         if verdicts.by_coordinator(reason):
             raise Refusal(400, "verdict: the coordinator alone rejects for that")
         if accepted:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
@@ -24,6 +25,7 @@ from runspec.core.files import sync_folder
 from runspec.core.models import not_accepted
 from runspec.core.roles import open_invite
 from runspec.core.run_files import SubmissionFiles, submission_files
+from runspec.core.schema import SamplerPool
 from runspec.core.signed import BadSignature
 from verify.coordinator import requests
 from verify.coordinator.authentication import Limiter, count_new_key
@@ -36,8 +38,11 @@ from verify.coordinator.machine.state import Pace, State
 from verify.coordinator.requests import Refusal, refusing
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import SubmissionEnvelope, max_submission_bytes, open_submission
+from verify.profile import devices_of
 
 _log = logging.getLogger(__name__)
+_KIND = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
+MAX_TENSOR = 4096
 
 
 @dataclass(eq=False)
@@ -82,6 +87,8 @@ class Leasing:
         """State in which there was no work for the waiting questions."""
         self._overdue_at: float | None = None
         """Time at which there may be work although the state does not change."""
+        for key in self._journal.state.workers:  # profiles may have come or gone
+            self._set_probation(key)
 
     def routes(self) -> list[web.RouteDef]:
         post = self._run.post
@@ -163,32 +170,41 @@ class Leasing:
             pool: name of the pool.
             invite: invite that the worker sent, unchecked.
             address: address of the client.
-            info: what the worker says of itself; its `device` must be one that the pool accepts.
+            info: what the worker says of itself: its `device`, which must be one that the pool
+                accepts, the `memory` of one, and how many (`tensor`) divide the model.
 
         Raises:
-            Refusal: there is no such pool; or the key has a role, belongs to another pool, is not
-                invited, or is one too many; or the pool takes no such device.
+            Refusal: there is no such pool; or the key has a role, belongs to another pool or other
+                devices, is not invited, or is one too many; or the pool takes no such device.
         """
         self._require_pools()
         if pool not in self._pools:
             raise Refusal(404, f"the run has no pool {pool!r}; it has {', '.join(self._pools)}")
         if key in self._run.roles.keys:
             raise Refusal(403, "a key with a role cannot be a worker's")
-        device, memory = info.get("device"), info.get("memory")
-        if isinstance(device, str) and key not in self._own:
-            known_memory = float(memory) if isinstance(memory, (int, float)) else None
-            spec = self._run.spec
-            if reason := not_accepted(self._pools[pool], spec, device, known_memory):
-                raise Refusal(403, f"pool {pool}: {reason}")
+        devices = "" if key in self._own else _devices(self._pools[pool], info)
         known = self._journal.state.workers.get(key)
         if known is not None and known.pool != pool:
             raise Refusal(409, f"this key is a worker of pool {known.pool!r}")
+        if known is not None and known.devices != devices:
+            # By its devices a key would choose among the limits of its checks.
+            had = known.devices or "the pool's own devices"
+            raise Refusal(409, f"this key is registered with {had}: make another for {devices}")
         if known is None:
             now = self._journal.clock()
             by = self.admit(key, pool, invite, now, address=address)
             own = by is None and key in self._own
-            self._journal.record(events.WorkerRegistered(now, key, pool, by, own))
-            _log.info("worker %s of pool %s registered", key[:16], pool)
+            self._journal.record(events.WorkerRegistered(now, key, pool, by, own, devices))
+            _log.info("worker %s of pool %s registered %s", key[:16], pool, devices)
+            self._set_probation(key)
+
+    def _set_probation(self, key: str) -> None:
+        worker = self._journal.state.workers[key]
+        if worker.pool not in self._pools:  # taken out of the spec
+            return
+        on = self._run.limits.of(worker.pool, worker.devices).probation
+        if on != worker.probation:
+            self._journal.record(events.ProbationChanged(self._journal.clock(), key, on))
 
     def admit(self, key: str, pool: str, used: object, now: float, *, address: str) -> str | None:
         """Return the public key of the invite that admits a new key; None if it needs none.
@@ -439,6 +455,24 @@ class Leasing:
             raise Refusal(409, "the lease was given back")
         if record.status != "open":
             raise Refusal(409, "the lease was answered already, with other bytes")
+
+
+def _devices(pool: SamplerPool, info: Mapping[str, object]) -> str:
+    """Return the devices that a worker says it has, in the form of `Lease.devices`.
+
+    Raises:
+        Refusal: the pool does not accept them.
+    """
+    kind, tensor = info.get("device", pool.hardware.kind), info.get("tensor", pool.parallel.tensor)
+    if not (isinstance(kind, str) and _KIND.fullmatch(kind)):
+        raise Refusal(400, "device must be a kind of hardware")
+    if type(tensor) is not int or not 0 < tensor <= MAX_TENSOR:
+        raise Refusal(400, f"tensor must be a number of devices, at most {MAX_TENSOR}")
+    memory = info.get("memory")
+    known = float(memory) if isinstance(memory, int | float) else None
+    if reason := not_accepted(pool, kind, known):
+        raise Refusal(403, f"pool {pool.name}: {reason}")
+    return devices_of(pool, kind, tensor)
 
 
 def _place(body: Path, files: SubmissionFiles, signed: bytes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,8 @@ SHOWN = 100
 PAGE = 250
 """Most entries of a page."""
 _MAX_REASON = 200
+PAIRS = 20
+"""Pools with devices that a summary has."""
 _VERSIONS = 20
 """Versions that a summary names."""
 LISTS = ("workers", "banned", "invites")
@@ -164,7 +166,27 @@ def summary(state: State, seen: Activity | None = None, now: float = 0.0) -> dic
                 if isinstance(version, int)
             ],
         },
+        "pairs": _pairs(state),
     }
+
+
+def _pairs(state: State) -> list[dict[str, Any]]:
+    """Return what is known of each pool and devices with workers, the most workers first."""
+    found: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for worker in state.workers.values():
+        found[worker.pool, worker.devices] += Counter(
+            workers=1,
+            accepted_submissions=worker.standing.accepted,
+            rejected_submissions=worker.standing.rejected,
+            probation=worker.probation,
+        )
+    most = heapq.nlargest(PAIRS, found.items(), key=lambda each: each[1]["workers"])
+    counts = ("workers", "accepted_submissions", "rejected_submissions")
+    return [
+        {"pool": pool, "devices": devices, "probation": sums["probation"] > 0}
+        | {name: sums[name] for name in counts}
+        for (pool, devices), sums in most
+    ]
 
 
 def page(
@@ -212,12 +234,14 @@ def rows(
 
 def _worker(state: State, key: str, open_leases: int) -> dict[str, Any]:
     worker, ban = state.workers[key], state.bans.get(key)
-    standing, place = worker.standing, worker.rank.name.lower()
+    standing = worker.standing
+    place = "probation" if worker.probation else worker.rank.name.lower()
     if ban is not None or standing.quarantine is not None:
         place = "quarantined" if ban is None else "banned"
     return {
         "key": key,
         "pool": worker.pool,
+        "devices": worker.devices,
         "invite": worker.invite,
         "accepted_rollouts": worker.accepted_rollouts,
         "accepted_tokens": worker.accepted_tokens,

@@ -44,6 +44,17 @@ class WorkerRegistered(Event):
     """Public key of the invite by which it came."""
     own: bool = False
     """Whether it is one of the run's own workers."""
+    devices: str = ""
+    """See `Lease.devices`; a key keeps them."""
+
+
+@dataclass(frozen=True)
+class ProbationChanged(Event):
+    """A profile that covers a worker's devices came or went (`verify.uncalibrated`)."""
+
+    worker: str
+    on: bool
+    """Whether its accepted work is not trained on from now on."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ The rules (docs/public-runs.md has the promise that they keep):
 - A lease names the newest published version v, and step s is leased only while
   s - v <= async_level. So steps overlap as far as the lag allows and no further.
 - A worker has a rank. The run's own workers and invited workers are known. Strangers that answered
-  their last leases are recorded. All other workers, and those in quarantine, are new.
+  their last leases are recorded. All other workers are new, and those in quarantine or on
+  probation.
 - Workers that wait for work are served by rank, then by who was served longest ago, however often
   they ask.
 - The lowest step that needs groups is leased first. A step relies on the leases of known and
@@ -14,6 +15,9 @@ The rules (docs/public-runs.md has the promise that they keep):
   what the step needs. All new workers together hold at most `newcomer_groups` of a step, and a
   group that one of them did not deliver counts until its lease ends. So leases that strangers see
   and do not answer are few, and cost a step nothing.
+- A worker that has shown to be slow gets fewer groups a lease, so that each takes it no longer than
+  `SLOW_AFTER` times what a whole lease typically takes in its pool; and it gets them of the step
+  that is the next to close when it will have sampled them, as far as the lag allows.
 - A recorded worker holds no more groups than it delivered since its last failure, divided by one
   more than the number of its failures (`Standing.trust`). So a key wastes at most what it gave.
 - A lease whose worker was silent for too long becomes overdue when another worker waits without
@@ -49,9 +53,13 @@ from verify.coordinator.machine import overdue
 from verify.coordinator.machine.events import LeaseOverdue, TrainedGroup
 from verify.coordinator.machine.leases import LeaseRecord, Rank
 from verify.coordinator.machine.stalls import Stalled, banned, unfilled, unopened
-from verify.coordinator.machine.state import State
+from verify.coordinator.machine.state import State, Worker
 from verify.formats.lease import MAX_OPEN_LEASES, Lease
 
+SLOW_AFTER = 2.0
+"""Who takes longer than this many times a pool's typical time a group gets smaller leases."""
+SHORT_S = 30.0
+"""Leases that take less time are not worth dividing."""
 IDLE_DEADLINE_S = 900.0
 """Least number of seconds that a run waits for its next version."""
 
@@ -139,6 +147,9 @@ def _most_groups(state: State, key: str) -> int:
     """Return the largest number of groups of a worker's next lease."""
     worker = state.workers[key]
     most = state.policy.groups_per_submission[worker.pool]
+    if worker.pace is not None and _is_slow(state, worker):
+        in_time = most * SLOW_AFTER * state.typical[worker.pool]
+        most = max(1, int(in_time / worker.pace.group_s))
     if worker.rank is Rank.KNOWN:
         return most
     undecided = sum(
@@ -150,25 +161,43 @@ def _most_groups(state: State, key: str) -> int:
     return min(most, trust - undecided)
 
 
-def _leasable_step(state: State, rank: Rank, now: float) -> int | None:
-    """Return the lowest step that has groups for a rank, or that must be opened for it."""
-    policy, newest, short = state.policy, state.newest, False
+def _leasable_step(state: State, rank: Rank, now: float, ahead: int = 0) -> int | None:
+    """Return the lowest step that has groups for a rank, or must be opened for it; of these the
+    first that is so many steps ahead of the next to close, if there is one."""
+    policy, newest, first = state.policy, state.newest, state.next_close
     if newest is None:
         return None
     end = min(policy.steps, newest.version + policy.async_level + 1)
-    for number in range(state.next_close, end):
-        if number not in state.steps:
-            return None if short else number
-        if leasable_groups(state, number, rank, now) > 0:
-            return number
-        short |= needed_groups(state, number) > 0
-    return None
+    opened = [number for number in range(first, end) if number in state.steps]
+    may_open = len(opened) < end - first
+    found = [number for number in opened if leasable_groups(state, number, rank, now) > 0]
+    if not found:
+        short = any(needed_groups(state, number) > 0 for number in opened)
+        return state.next_step if may_open and not short else None
+    later = next((number for number in found if number >= first + ahead), None)
+    if later is None and may_open:
+        return state.next_step  # steps open in order
+    return found[0] if later is None else later
+
+
+def _steps_ahead(state: State, worker: Worker, groups: int) -> int:
+    """Return how many steps will close while a slow worker samples some groups; 0 for others."""
+    if worker.pace is None or not _is_slow(state, worker) or not state.step_s:
+        return 0
+    return int(groups * worker.pace.group_s / state.step_s)
+
+
+def _is_slow(state: State, worker: Worker) -> bool:
+    if worker.pace is None or worker.pace.lease_s < SHORT_S:
+        return False
+    return worker.pace.group_s > SLOW_AFTER * state.typical.get(worker.pool, inf)
 
 
 def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Lease | None:
     """Return a lease of the lowest step that may be leased to this worker."""
     policy, worker, newest = state.policy, state.workers[key], state.newest
-    number = _leasable_step(state, worker.rank, now)
+    most = _most_groups(state, key)
+    number = _leasable_step(state, worker.rank, now, _steps_ahead(state, worker, most))
     if number is None or newest is None:
         return None
     step = state.steps.get(number)
@@ -182,11 +211,12 @@ def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Lease | None
         worker=key,
         pool=worker.pool,
         index=step.next_index.get(key, 0),
-        groups=min(_most_groups(state, key), leasable_groups(state, number, worker.rank, now)),
+        groups=min(most, leasable_groups(state, number, worker.rank, now)),
         version=newest.version,
         manifest_digest=newest.manifest_digest,
         issued=now,
         expires=now + policy.lease_timeout_s,
+        devices=worker.devices,
     )
 
 

@@ -30,7 +30,7 @@ class Rank(IntEnum):
     RECORDED = 1
     """Strangers that answered their last leases (`Standing.trust`)."""
     NEW = 2
-    """All other workers, and workers in quarantine."""
+    """All other workers, and workers in quarantine or on probation."""
 
 
 @dataclass(frozen=True)

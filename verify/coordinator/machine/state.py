@@ -127,6 +127,10 @@ class Worker:
     """Whether it is one of the run's own."""
     revoked: bool = False
     """Whether its invite was revoked. It then counts as a stranger."""
+    devices: str = ""
+    """See `Lease.devices`."""
+    probation: bool = False
+    """Whether its work is recomputed and not trained on: no profile covers its devices."""
     served: float = 0.0
     """Time of its last lease; 0: never."""
     pace: Pace | None = None
@@ -143,7 +147,7 @@ class Worker:
     @cached_property
     def rank(self) -> Rank:
         """Rank now; a lease keeps the rank that its worker had when it was granted."""
-        if self.standing.quarantine is not None:
+        if self.standing.quarantine is not None or self.probation:
             return Rank.NEW
         if self.own or (self.invite is not None and not self.revoked):
             return Rank.KNOWN
@@ -223,10 +227,16 @@ class State:
     """The open steps, in order."""
     leases: Leases = field(default_factory=Leases)
     """Leases of steps closed long ago are left out."""
+    typical: Mapping[str, float] = field(default_factory=dict)
+    """Seconds a group that workers of a pool took lately, by pool; without those of new workers."""
     tallies: Mapping[int, Tally] = field(default_factory=dict)
     next_step: int = 0
     """The next step to open."""
     next_close: int = 0
+    closed: float = 0.0
+    """Time at which the last step closed."""
+    step_s: float = 0.0
+    """Seconds between the last closings of steps, on average; 0: not known yet."""
     progress: float = 0.0
     """Time of the last start, published version or closed step."""
     dropped_groups: int = 0
@@ -263,7 +273,7 @@ class State:
 
     def share_of(self, worker: str) -> float:
         """Return the chance that a submission of a worker is recomputed."""
-        if worker in self.bans:
+        if worker in self.bans or self.workers[worker].probation:
             return 1.0
         start, floor = self.policy.prefill_share, self.policy.prefill_floor
         return prefill_share(self.workers[worker].standing, start=start, floor=floor)

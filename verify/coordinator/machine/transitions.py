@@ -14,7 +14,7 @@ versions of this program, and a worker's recorded standing must not change with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -64,11 +64,14 @@ def apply(state: State, event: events.Event) -> State:
         case events.WorkerRegistered():
             _require(event.worker not in state.workers, "a key is registered twice")
             _require(event.invite not in state.revoked, "a key that came with a revoked invite")
-            worker = Worker(len(state.workers), event.pool, event.invite, event.own)
+            number = len(state.workers)
+            worker = Worker(number, event.pool, event.invite, event.own, devices=event.devices)
             if event.invite is not None:
                 uses = state.invited.get(event.invite, 0) + 1
                 state = replace(state, invited=state.invited.insert(event.invite, uses))
             return _with_worker(state, event.worker, worker)
+        case events.ProbationChanged():
+            return _with_worker(state, event.worker, _on_probation(state, event))
         case events.WorkerQuarantined():
             state = _strike_unproven(state, event.worker)
             return _with_standing(state, event.worker, lambda s: s.quarantined(event.reason))
@@ -96,10 +99,7 @@ def apply(state: State, event: events.Event) -> State:
         case events.LeaseGranted():
             return _grant(state, event)
         case events.LeaseOverdue():
-            record = _record(state, event.lease, "open")
-            _require(not record.overdue, "a lease is overdue twice")
-            state = _with_lease(state, replace(record, overdue=True))
-            return _with_standing(state, record.lease.worker, Standing.after_silence)
+            return _overdue(state, event)
         case events.LeaseExpired():
             return _end_lease(state, _record(state, event.lease, "open"))
         case events.LeaseReleased():
@@ -147,6 +147,34 @@ def _of_islands(
         case events.OuterResult():
             after = islands.reported(policy, before, event)
     return replace(state, islands=after)
+
+
+def _overdue(state: State, event: events.LeaseOverdue) -> State:
+    record = _record(state, event.lease, "open")
+    _require(not record.overdue, "a lease is overdue twice")
+    state, key = _with_lease(state, replace(record, overdue=True)), record.lease.worker
+    # It is so slow at least, though it may never answer in time to show it.
+    silent_s = max(0.0, event.at - record.since)
+    worker = _with_pace(state.workers[key], silent_s, record.lease.groups)
+    return _with_standing(_with_worker(state, key, worker), key, Standing.after_silence)
+
+
+def _with_pace(worker: Worker, took_s: float, groups: int) -> Worker:
+    return replace(worker, pace=(worker.pace or Pace(0.0, 0.0)).after(took_s, groups))
+
+
+def _typical(state: State, pool: str, record: LeaseRecord) -> Mapping[str, float]:
+    """Return `State.typical` after a lease, whose groups count as much as those of others."""
+    groups, before = record.lease.groups, state.typical.get(pool)
+    took_s = record.took_s / groups
+    kept = 0.9 ** (groups / state.policy.groups_per_submission[pool])
+    return {**state.typical, pool: took_s + kept * ((before or took_s) - took_s)}
+
+
+def _on_probation(state: State, event: events.ProbationChanged) -> Worker:
+    worker = _known(state, event.worker)
+    _require(worker.probation != event.on, "a probation that does not change")
+    return replace(worker, probation=event.on)
 
 
 def _ban(state: State, event: events.KeyBanned) -> State:
@@ -271,13 +299,16 @@ def _judge(state: State, event: events.SubmissionJudged) -> State:
             worker,
             accepted_rollouts=worker.accepted_rollouts + sum(g.rollouts for g in earned),
             accepted_tokens=worker.accepted_tokens + sum(g.tokens for g in earned),
-            pace=(worker.pace or Pace(0.0, 0.0)).after(record.took_s, lease.groups),
         )
+        worker = _with_pace(worker, record.took_s, lease.groups)
+        if record.rank is not Rank.NEW:
+            state = replace(state, typical=_typical(state, worker.pool, record))
         state = _counted(state, record, grades=event.groups)
         if dropped := len(event.groups) - len(earned):
             dropped += state.dropped_groups
             state = replace(state, dropped_groups=dropped, last_fault=event.fault)
-        usable = tuple(g.group for g in event.groups if g.outcome == "usable")
+        trained = not worker.probation
+        usable = tuple(g.group for g in event.groups if trained and g.outcome == "usable")
         record = replace(record, status="accepted", verdict=event.verdict)
         record = replace(record, usable=usable, recomputed=recomputed)
     state = _with_worker(_with_lease(state, record), lease.worker, worker)
@@ -310,8 +341,11 @@ def _close(state: State, event: events.StepClosed) -> State:
         _require(state.lag(record) <= state.policy.async_level, "a group beyond the lag")
         usable = tuple(g for g in record.usable if g != group.group)
         leases[group.lease] = replace(record, usable=usable)
+    took_s = event.at - state.closed if state.closed else 0.0
     state = replace(
         state,
+        closed=event.at,
+        step_s=0.8 * state.step_s + 0.2 * took_s if state.step_s else max(0.0, took_s),
         steps={n: s for n, s in state.steps.items() if n != event.step},
         tallies={n: t for n, t in state.tallies.items() if n != event.step},
         next_step=max(state.next_step, event.step + 1),

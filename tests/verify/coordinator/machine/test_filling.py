@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -310,6 +312,57 @@ def test_a_step_fills_by_one_known_worker_whatever_strangers_did_and_do(
 
     # then the step is closed within its own time, and the patience that it has with them
     assert run.now - begun <= groups + overdue.OVERDUE_AFTER * per_submission
+
+
+@pytest.mark.parametrize("slow_s", [40.0, 100.0])
+def test_who_is_slow_gets_smaller_leases_which_train_and_hold_no_step(slow_s: float):
+    # given two workers that take ten seconds a group, and one that takes much longer
+    seconds = {"x": 10.0, "y": 10.0, "slow": slow_s}
+    run = started(
+        groups=8,
+        groups_per_submission={"a": 4},
+        max_groups=1000,
+        async_level=3,
+        lease_timeout_s=1e6,
+        deadline_s=1e9,
+        steps=1000,
+    )
+    run.register("slow")
+    busy: dict[str, tuple[float, LeaseRecord]] = {}
+    closed: list[float] = []
+    while len(closed) < 30:
+        idle = [name for name in seconds if name not in busy]
+        for name in sorted(idle, key=lambda name: filling.turn(run.state, key(name))):
+            if record := run.lease(name):
+                busy[name] = run.now + seconds[name] * record.lease.groups, record
+        asking = [key(name) for name in seconds if name not in busy]
+        times = [end for end, _ in busy.values()]
+        run.now = min(filter(None, [*times, overdue.next_overdue(run.state, asking, run.now)]))
+        for name in [name for name, (end, _) in busy.items() if end <= run.now]:
+            _, record = busy.pop(name)
+            if record.digest in run.state.leases:  # else the step is long closed
+                run.answer(record)
+        if ended := run.advance():
+            closed += [run.now] * len(ended)
+            run.publish(run.state.next_close)
+    # then its first lease was whole, later ones are small, and their groups train
+    mine = {
+        event.digest: event.lease.groups
+        for event in run.events
+        if isinstance(event, events.LeaseGranted) and event.lease.worker == key("slow")
+    }
+    first, *later = mine
+    assert mine[first] == 4 and max(mine[lease] for lease in later) <= 2
+    trained = Counter(
+        group.lease in later
+        for event in run.events
+        if isinstance(event, events.StepClosed)
+        for group in event.trained
+    )
+    given = sum(mine[lease] for lease in later[:-1])  # the last one may be under way
+    assert trained[True] >= 0.8 * given > 4
+    # and once it is known, no step waits for it
+    assert max(end - begun for begun, end in itertools.pairwise(closed[-15:])) <= 80.0
 
 
 # -- Deadlines and stalls ------------------------------------------------------------------------

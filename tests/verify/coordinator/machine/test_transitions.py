@@ -60,7 +60,7 @@ class Watched(Filled):
             tried = filling.tried_groups(self.state, lease.step, self.now)
             assert tried <= before.policy.newcomer_groups
         else:
-            assert worker.standing.quarantine is None
+            assert worker.standing.quarantine is None and not worker.probation
             assert lease.groups <= filling.needed_groups(before, lease.step)
         if rank is Rank.RECORDED:
             groups = sum(r.lease.groups for r in held) + lease.groups
@@ -169,6 +169,8 @@ class Filling(RuleBasedStateMachine):
         groups = data.draw(st.lists(st.sampled_from(OUTCOMES), min_size=size, max_size=size))
         recomputed = data.draw(st.booleans())
         self.run.judge(record, groups if accepted else None, reason=reason, recomputed=recomputed)
+        judged = self.run.state.leases[record.digest]
+        assert not (self.run.state.workers[judged.lease.worker].probation and judged.usable)
 
     @precondition(lambda self: self.of("submitted"))
     @rule(data=st.data())
@@ -182,6 +184,12 @@ class Filling(RuleBasedStateMachine):
             for _ in range(BAN_AFTER):
                 if record := self.run.lease(name):
                     self.run.answer(record, "rejected")
+
+    @rule(name=st.sampled_from(WORKERS))
+    def change_probation(self, name):
+        """A profile of its devices comes or goes."""
+        if worker := self.run.state.workers.get(key(name)):
+            self.run.record(events.ProbationChanged(self.run.now, key(name), not worker.probation))
 
     @rule(name=st.sampled_from(WORKERS))
     def ban_or_pardon(self, name):
