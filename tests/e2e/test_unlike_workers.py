@@ -75,7 +75,7 @@ def profiled(runs_dir: Path) -> dict[str, str]:
     }
 
 
-def workers_with_accepted_work(run_dir: Path) -> set[str]:
+def workers_judged(run_dir: Path) -> set[str]:
     spec = load_resolved(run_dir)
     leases = {e.digest: e.lease for e in read_events(run_dir, spec, LeaseGranted)}
     return {leases[e.lease].worker for e in read_events(run_dir, spec, SubmissionJudged)}
@@ -100,8 +100,8 @@ def test_unlike_workers_fill_steps_by_limits_of_their_own_and_the_fastest_may_le
             stack.callback(workers[name].terminate)
         # when the fastest leaves, once all of them have work accepted
         run.wait_until(
-            lambda: workers_with_accepted_work(run.dir) >= {key.public_hex for key in keys.values()},
-            "an accepted submission of each",
+            lambda: workers_judged(run.dir) >= {key.public_hex for key in keys.values()},
+            "a verdict on each",
             others=[*workers.values()],
         )
         workers["fast"].terminate()
@@ -114,7 +114,7 @@ def test_unlike_workers_fill_steps_by_limits_of_their_own_and_the_fastest_may_le
     # and each submission was judged by the limits of its pair
     names = {key.public_hex: name for name, key in keys.items()}
     leases = {e.digest: e.lease for e in read_events(run.dir, spec, LeaseGranted)}
-    seen = Counter[str]()
+    seen, sampled = Counter[str](), dict[str, str]()
     for event in read_events(run.dir, spec, SubmissionJudged):
         lease = leases[event.lease]
         name = names[lease.worker]
@@ -124,13 +124,14 @@ def test_unlike_workers_fill_steps_by_limits_of_their_own_and_the_fastest_may_le
         limits = {c.limit for c in checks if c.name == "seeded_sampling_submission"}
         assert limits == {pytest.approx(GAP_MEANS[name])}
         seen[name] += 1
+        sampled[event.submission] = name
     assert seen.keys() == WORKERS.keys()
     # and all steps are whole, of the calibrated ones' work alone
     trained = Counter[str]()
     for path in run.dir.glob(f"rollouts/step_*/{FILE_NAME}"):
         batch = json.loads(path.read_text())["payload"]
         assert batch["complete"]
-        trained.update(names[leases_of(leases, group).worker] for group in batch["groups"])
+        trained.update(sampled[group["submission"]] for group in batch["groups"])
     assert trained.total() == STEPS * 8 and trained.keys() == {"fast", "slow"}
     audit = [sys.executable, "-m", "verify", "audit", str(run.dir)]
     done = subprocess.run(audit, capture_output=True, text=True)
