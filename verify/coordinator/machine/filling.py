@@ -15,9 +15,8 @@ The rules (docs/public-runs.md has the promise that they keep):
   what the step needs. All new workers together hold at most `newcomer_groups` of a step, and a
   group that one of them did not deliver counts until its lease ends. So leases that strangers see
   and do not answer are few, and cost a step nothing.
-- A worker that has shown to be slow gets fewer groups a lease, so that each takes it no longer than
-  `SLOW_AFTER` times what a whole lease typically takes in its pool; and it gets them of the step
-  that is the next to close when it will have sampled them, as far as the lag allows.
+- A worker that has shown to be slow (`overdue`) gets smaller leases, of a step that closes when it
+  will have sampled them, as far as the lag allows.
 - A recorded worker holds no more groups than it delivered since its last failure, divided by one
   more than the number of its failures (`Standing.trust`). So a key wastes at most what it gave.
 - A lease whose worker was silent for too long becomes overdue when another worker waits without
@@ -53,13 +52,9 @@ from verify.coordinator.machine import overdue
 from verify.coordinator.machine.events import LeaseOverdue, TrainedGroup
 from verify.coordinator.machine.leases import LeaseRecord, Rank
 from verify.coordinator.machine.stalls import Stalled, banned, unfilled, unopened
-from verify.coordinator.machine.state import State, Worker
+from verify.coordinator.machine.state import State
 from verify.formats.lease import MAX_OPEN_LEASES, Lease
 
-SLOW_AFTER = 2.0
-"""Who takes longer than this many times a pool's typical time a group gets smaller leases."""
-SHORT_S = 30.0
-"""Leases that take less time are not worth dividing."""
 IDLE_DEADLINE_S = 900.0
 """Least number of seconds that a run waits for its next version."""
 
@@ -147,9 +142,7 @@ def _most_groups(state: State, key: str) -> int:
     """Return the largest number of groups of a worker's next lease."""
     worker = state.workers[key]
     most = state.policy.groups_per_submission[worker.pool]
-    if worker.pace is not None and _is_slow(state, worker):
-        in_time = most * SLOW_AFTER * state.typical[worker.pool]
-        most = max(1, int(in_time / worker.pace.group_s))
+    most = overdue.in_time(state, worker, most)
     if worker.rank is Rank.KNOWN:
         return most
     undecided = sum(
@@ -174,30 +167,16 @@ def _leasable_step(state: State, rank: Rank, now: float, ahead: int = 0) -> int 
     if not found:
         short = any(needed_groups(state, number) > 0 for number in opened)
         return state.next_step if may_open and not short else None
-    later = next((number for number in found if number >= first + ahead), None)
-    if later is None and may_open:
-        return state.next_step  # steps open in order
-    return found[0] if later is None else later
-
-
-def _steps_ahead(state: State, worker: Worker, groups: int) -> int:
-    """Return how many steps will close while a slow worker samples some groups; 0 for others."""
-    if worker.pace is None or not _is_slow(state, worker) or not state.step_s:
-        return 0
-    return int(groups * worker.pace.group_s / state.step_s)
-
-
-def _is_slow(state: State, worker: Worker) -> bool:
-    if worker.pace is None or worker.pace.lease_s < SHORT_S:
-        return False
-    return worker.pace.group_s > SLOW_AFTER * state.typical.get(worker.pool, inf)
+    nearest = None if may_open else found[0]
+    later = next((number for number in found if number >= first + ahead), nearest)
+    return state.next_step if later is None else later  # steps open in order
 
 
 def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Lease | None:
     """Return a lease of the lowest step that may be leased to this worker."""
     policy, worker, newest = state.policy, state.workers[key], state.newest
     most = _most_groups(state, key)
-    number = _leasable_step(state, worker.rank, now, _steps_ahead(state, worker, most))
+    number = _leasable_step(state, worker.rank, now, overdue.steps_ahead(state, worker, most))
     if number is None or newest is None:
         return None
     step = state.steps.get(number)

@@ -1,4 +1,4 @@
-"""When a lease is overdue: its worker was silent, and another waits that would be faster.
+"""Which workers are slow, and when a lease is overdue: another worker waits that would be faster.
 
 A worker of the same or a better rank waits without other work, and the lease's worker was silent
 for `OVERDUE_AFTER` times what the waiting worker takes for as many groups, or
@@ -12,12 +12,38 @@ from math import inf
 from types import MappingProxyType
 
 from verify.coordinator.machine.leases import LeaseRecord, Rank
-from verify.coordinator.machine.state import Pace, State
+from verify.coordinator.machine.state import Pace, State, Worker
 
 OVERDUE_AFTER = 2.0
 """A lease is overdue after this many times the time of a waiting worker of a better rank."""
 OVERDUE_AFTER_AMONG_EQUALS = 4.0
 """The same for a worker of equal rank; some honest workers are this much slower than others."""
+SLOW_AFTER = 2.0
+"""Who takes longer than this many times a pool's typical time a group is slow: its leases are cut
+to as much as takes it so long as a whole lease takes others, times this."""
+SHORT_S = 30.0
+"""Leases that take less time are not worth dividing."""
+
+
+def in_time(state: State, worker: Worker, groups: int) -> int:
+    """Return how many groups a worker may be leased of so many; all of them if it is not slow."""
+    pace = _slow_pace(state, worker)
+    if pace is None:
+        return groups
+    return max(1, int(groups * SLOW_AFTER * state.typical[worker.pool] / pace.group_s))
+
+
+def steps_ahead(state: State, worker: Worker, groups: int) -> int:
+    """Return how many steps will close while a slow worker samples some groups; 0 for others."""
+    pace = _slow_pace(state, worker)
+    return int(groups * pace.group_s / state.step_s) if pace and state.step_s else 0
+
+
+def _slow_pace(state: State, worker: Worker) -> Pace | None:
+    """Return the pace of a slow worker; None for others."""
+    pace, allowed_s = worker.pace, SLOW_AFTER * state.typical.get(worker.pool, inf)
+    slow = pace is not None and pace.lease_s >= SHORT_S and pace.group_s > allowed_s
+    return pace if slow else None
 
 
 def fastest(
