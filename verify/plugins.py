@@ -246,12 +246,12 @@ class WeightsLocation:
     """Origin or relays, as `broadcast` serves them."""
     root_public_key: str
     cache_dir: Path
-    """Folder of fetched versions."""
+    """Folder of fetched versions; several processes may share it."""
 
     @classmethod
     def of(cls, role: Role) -> WeightsLocation:
-        """Return where a role of a run finds them; it has a folder for them."""
-        return cls(role.spec.name, role.weights(), role.root_public_key, role.work / "weights")
+        """Return where a role of a run finds them."""
+        return cls(role.spec.name, role.weights(), role.root_public_key, role.versions)
 
 
 class PrefillEngine(Protocol):
