@@ -51,7 +51,7 @@ def test_processes_fetch_a_version_once_and_remove_it_after_the_last_one(run: Ru
             # when one process needs the version no more, then the others have it still
             ours.prune(set())
             assert contents(whole) == weights()
-            # also once another is killed, while a third goes on
+            # also once another is killed, which holds nothing any more, while a third goes on
             first.kill()
             first.wait()
             ours.prune(set())
@@ -63,21 +63,6 @@ def test_processes_fetch_a_version_once_and_remove_it_after_the_last_one(run: Ru
         finally:
             first.kill()
             second.kill()
-
-
-def test_a_killed_holder_does_not_pin_for_ever(run: Run) -> None:
-    run.publish(0, weights())
-    url, whole = run.static().url, run.folder / "cache" / "v0"
-    ours = run.client(url)
-    with holder(run, url) as process:
-        try:
-            assert said(process) == whole
-            ours.prune(set())
-            assert whole.exists()
-        finally:
-            process.kill()
-    ours.prune(set())
-    assert not whole.exists()
 
 
 def test_what_another_removes_before_it_is_held_is_fetched_anew(
