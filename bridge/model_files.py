@@ -1,21 +1,22 @@
 """Hugging Face directories of versions: how one is written, and checked against its manifest.
 
 The base of the prefill engines, which fetches and loads the versions that leases may name, is here
-too.
+too, and the fetch of the problems' files.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Generic, TypeVar
 
 from bridge.safetensors_io import wrong_tensor
 from broadcast.client import WeightsClient
-from broadcast.layout import TENSORS_NAME
+from broadcast.layout import TENSORS_NAME, data_run
 from broadcast.manifest import FILE_NAME, MAX_BYTES, WeightsManifest, open_manifest
 from runspec.core.canonical import digest_file
 from runspec.core.errors import UserError, one_line
@@ -26,6 +27,7 @@ from runspec.core.roles import issued_at, open_roles
 from runspec.core.run_files import versions_in
 from runspec.core.schema import RunSpec
 from runspec.core.signed import BadSignature
+from verify.formats.documents import SiteFile
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation
 from verify.truncation import Truncation
 
@@ -253,3 +255,30 @@ class VersionedPrefill(Generic[Policy]):
     ) -> list[PrefillOutput]:
         policy = self.get(version)
         return self._compute(policy, inputs, temperature=temperature, truncation=truncation)
+
+
+def fetch_data(
+    weights: WeightsLocation, wanted: Mapping[Path, SiteFile], deadline_s: float
+) -> None:
+    """Fetch files of a run's problems; see `verify.plugins.fetch_data`."""
+    run, cache, end = data_run(weights.run), weights.data_dir / ".fetched", monotonic() + deadline_s
+    root = weights.root_public_key
+    with WeightsClient(weights.urls, run=run, root_public_key=root, cache_dir=cache) as client:
+        latest = client.latest(None, deadline_s)
+        version, digest = (0, None) if latest is None else (latest.version, latest.manifest_digest)
+        folder = client.fetch(version, manifest_digest=digest, deadline_s=end - monotonic())
+        try:
+            for path, file in wanted.items():
+                published = folder / file.digest
+                if not published.exists() or digest_file(published) != file.digest:
+                    raise UserError(
+                        f"{file.path} of source {file.source}: published are other bytes than the "
+                        f"coordinator lists ({file.digest[:16]})",
+                        place=", ".join(weights.urls),
+                        remedy="start publisher and coordinator again: it changed since",
+                    )
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.unlink(missing_ok=True)
+                path.hardlink_to(published)
+        finally:
+            client.prune(set())  # the files stay under their other names

@@ -126,6 +126,7 @@ class WeightsClient:
         run: the run's id.
         root_public_key: the pinned key that signs roles.json.
         cache_dir: versions appear here as `v<N>`; partial downloads are kept here and resumed.
+            Clients and processes may share it: one fetches a version, and all read it.
         access: token and certificates for the servers.
         signers: whose keys sign the versions.
     """
@@ -195,6 +196,8 @@ class WeightsClient:
     ) -> Path:
         """Fetch a version to `cache_dir/v<N>`, complete and checked; return at once if it is there.
 
+        The client holds it: nobody removes it until a `prune` without it, `close`, or its own next
+        fetch of another version of this number.
         It chooses the way with the fewest bytes: the files of an anchor, or deltas on the files of
         a held version or of an older anchor.
 
@@ -216,7 +219,10 @@ class WeightsClient:
         return self._run(self._fetch(version, manifest_digest, deadline_s, sizes))
 
     def prune(self, keep: set[int]) -> None:
-        """Remove versions other than `keep`, partial ones too, but none that a fetch works on."""
+        """Release and remove versions other than `keep`, partial ones too.
+
+        Those stay that a fetch works on, or that another client holds.
+        """
         self._cache.prune(keep)
 
     def cancel(self) -> None:
@@ -231,6 +237,7 @@ class WeightsClient:
         """Close the connections; no other thread may have a call under way."""
         self._run(self._fetcher.close())
         self._stop()
+        self._cache.close()
 
     def __enter__(self) -> WeightsClient:
         return self
@@ -260,25 +267,26 @@ class WeightsClient:
         deadline = time.monotonic() + deadline_s
         if manifest_digest is None and version == self._fetcher.seen_version:
             manifest_digest = self._fetcher.seen_digest
-        if held := self._held(version, manifest_digest):
-            return held
-        async with self._cache.making(version, deadline):
-            if held := self._held(version, manifest_digest):  # another caller has just fetched it
-                return held
-            if digest := self._cache.digest(version):
-                as_what = "damaged" if version in self._distrusted else f"as {digest[:16]}"
-                _LOG.warning("version %d is here %s: fetching anew", version, as_what)
-                self._cache.remove(version)
-                self._distrusted.discard(version)
-            with self._cache.reading() as versions:
-                return await self._obtain(version, manifest_digest, versions, deadline, sizes)
-
-    def _held(self, version: int, digest: str | None) -> Path | None:
-        """Return the folder of a version that is here and trusted, or None."""
-        held = self._cache.digest(version)
-        if held is None or digest not in (None, held) or version in self._distrusted:
-            return None
+        # A fetched version is held only after others may remove it: then it is fetched once more.
+        while not (self._cache.hold(version) and self._is_here(version, manifest_digest)):
+            self._cache.release(version)  # it may be replaced, unless others hold it
+            with self._cache.locked(version) as mine:
+                if not mine:
+                    await self._cache.wait(version, deadline)
+                elif not self._is_here(version, manifest_digest):
+                    if digest := self._cache.digest(version):
+                        as_what = "damaged" if version in self._distrusted else f"as {digest[:16]}"
+                        _LOG.warning("version %d is here %s: fetching anew", version, as_what)
+                        self._cache.remove(version)
+                    self._distrusted.discard(version)
+                    with self._cache.reading() as versions:
+                        await self._obtain(version, manifest_digest, versions, deadline, sizes)
         return self._cache.whole(version)
+
+    def _is_here(self, version: int, digest: str | None) -> bool:
+        """Return whether a version is here, with this digest, and trusted."""
+        held = self._cache.digest(version)
+        return held is not None and digest in (None, held) and version not in self._distrusted
 
     async def _obtain(
         self,
@@ -287,7 +295,7 @@ class WeightsClient:
         held: Manifests,
         deadline: float,
         sizes: Mapping[str, int] | None,
-    ) -> Path:
+    ) -> None:
         """Fetch a version; fetch it again from an anchor if a held base proves damaged."""
         started = time.monotonic()
         manifest, data = await self._fetcher.manifest(version, digest, deadline)
@@ -314,16 +322,15 @@ class WeightsClient:
                     if blamed is not None:
                         self._distrusted.discard(blamed)
                     raise
-        path = self._cache.whole(version)
+        files = self._cache.whole(version).iterdir()
         _LOG.info(
             "version %d fetched%s: %d bytes over the network for %d, %.2f s",
             version,
             _way(recipe),
             received,
-            sum(file.stat().st_size for file in path.iterdir()),
+            sum(file.stat().st_size for file in files),
             time.monotonic() - started,
         )
-        return path
 
     def _check_files(self, manifest: WeightsManifest, sizes: Mapping[str, int]) -> None:
         found = {name: info.size for name, info in manifest.objects.items()}

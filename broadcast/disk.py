@@ -10,7 +10,7 @@ Clients detect later damage by the hash of the chunk.
     CACHE/v<N>/           a complete, checked version: its files and manifest.json
     CACHE/.partial-v<N>/  an incomplete version; one rename makes it v<N>
     CACHE/.deltas-v<N>/   deltas to apply to the incomplete version
-    CACHE/.lock-v<N>      flock: exclusive to make or remove the version, shared to copy from it
+    CACHE/.lock-v<N>      flock: exclusive to make or remove the version, shared to read it
 
 The locks work between threads, clients and processes. A killed process releases its locks.
 """
@@ -24,9 +24,9 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -278,6 +278,8 @@ class Cache:
             raise _unusable(folder, error) from error
         self.folder = folder
         self._run = run
+        self._holds: dict[int, ExitStack] = {}
+        """Shared locks of versions, until `release`."""
         self._sweep()
 
     def whole(self, version: int) -> Path:
@@ -310,25 +312,19 @@ class Cache:
                 remedy="remove it, or name another directory",
             ) from error
 
-    @asynccontextmanager
-    async def making(self, version: int, deadline: float) -> AsyncIterator[None]:
-        """Hold the exclusive lock of a version: nobody else makes, removes or reads it.
+    async def wait(self, version: int, deadline: float) -> None:
+        """Wait a moment for those who have a version locked.
 
         Raises:
-            UserError: someone else still holds it at the deadline.
+            UserError: the deadline has passed.
         """
-        while True:
-            with self.locked(version) as mine:
-                if mine:
-                    yield
-                    return
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"version {version} is still being fetched or copied by someone else",
-                    place=str(self._lock_path(version)),
-                    remedy="wait for that one, end it, or fetch into another directory",
-                )
-            await asyncio.sleep(_LOOK_EVERY_S)
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"version {version} is still being fetched, copied or used by someone else",
+                place=str(self._lock_path(version)),
+                remedy="wait for that one, end it, or fetch into another directory",
+            )
+        await asyncio.sleep(_LOOK_EVERY_S)
 
     @contextmanager
     def reading(self) -> Iterator[dict[int, WeightsManifest]]:
@@ -337,6 +333,27 @@ class Cache:
             locks = {v: self.locked(v, fcntl.LOCK_SH) for v in self._numbers("v")}
             held = [v for v, lock in locks.items() if stack.enter_context(lock)]
             yield {v: manifest for v in held if (manifest := self._manifest(v)) is not None}
+
+    def hold(self, version: int) -> bool:
+        """Keep a version from being removed until `release`, also by other processes.
+
+        Return False if someone makes or removes it now.
+        """
+        if version not in self._holds:
+            with ExitStack() as stack:
+                if not stack.enter_context(self.locked(version, fcntl.LOCK_SH)):
+                    return False
+                self._holds[version] = stack.pop_all()
+        return True
+
+    def release(self, version: int) -> None:
+        """End a `hold`, if there is one."""
+        self._holds.pop(version, ExitStack()).close()
+
+    def close(self) -> None:
+        """Release all versions."""
+        for version in list(self._holds):
+            self.release(version)
 
     @contextmanager
     def locked(self, version: int, mode: int = fcntl.LOCK_EX) -> Iterator[bool]:
@@ -379,7 +396,9 @@ class Cache:
         self._sweep()
 
     def prune(self, keep: set[int]) -> None:
-        """Remove all other versions, except those that a fetch makes or reads."""
+        """Release all other versions, and remove those that nobody makes, reads or holds."""
+        for version in self._holds.keys() - keep:
+            self.release(version)
         self._sweep()
         forms = ("v", f"{PARTIAL}v", f"{DELTAS}v", f"{_LOCK}v")
         found = {number for form in forms for number in self._numbers(form)}

@@ -333,7 +333,7 @@ class Fetcher:
         name, timeout_s = layout.roles_name(self._run), _within(deadline, _SMALL_TIMEOUT_S)
         data = await self._get(upstream, name, roles_format.MAX_BYTES, timeout_s)
         try:
-            roles = open_roles(data, root_public_key=self._root, run=self._run)
+            roles = open_roles(data, root_public_key=self._root, run=layout.roles_run(self._run))
         except BadSignature as error:
             raise Lie(str(error)) from error
         if self.roles is None or roles.issued > self.roles.issued:
@@ -379,7 +379,8 @@ class Fetcher:
 
     def _recall_roles(self, data: bytes) -> None:
         now = issued_at(data)
-        self.roles = open_roles(data, root_public_key=self._root, run=self._run, now=now)
+        run = layout.roles_run(self._run)
+        self.roles = open_roles(data, root_public_key=self._root, run=run, now=now)
 
     def _recall_latest(self, data: bytes) -> None:
         document = open_document(data, kind=LATEST, keys=None, max_bytes=MAX_LATEST_BYTES)

@@ -21,13 +21,23 @@ from runspec.core.signed import BadSignature, SigningKey, open_document
 TENSORS_NAME = "tensors.json"
 """File of a version that lists its tensors and their digests."""
 MAX_VERSION = 2**31
-RUN = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
-"""Form of a run's id: the run spec's `name`."""
+RUN = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}(?:\.data)?")
+"""Form of a run's id: the run spec's `name`, or `data_run` of it."""
 
 
 def is_run(text: object) -> bool:
     """Return whether `text` is a run's id, and so is safe as a folder name."""
     return isinstance(text, str) and RUN.fullmatch(text) is not None
+
+
+def data_run(run: str) -> str:
+    """Return the id under which the files of a run's problems are published."""
+    return f"{run}.data"
+
+
+def roles_run(run: str) -> str:
+    """Return the run whose roles.json is that of an id."""
+    return run.removesuffix(".data")
 
 
 def is_version(value: object) -> bool:
@@ -191,7 +201,9 @@ def signers_of(
         UserError: `key` is none of them, or the document is malformed or of another run.
     """
     try:
-        keys = open_roles(roles, root_public_key=None, run=run, now=issued_at(roles)).signers(who)
+        keys = open_roles(
+            roles, root_public_key=None, run=roles_run(run), now=issued_at(roles)
+        ).signers(who)
     except BadSignature as error:
         raise _unreadable(error) from error
     if key.public_hex not in keys:

@@ -3,7 +3,8 @@
 An origin serves the runs of a store that the publisher writes. So the process that holds the
 publisher's key serves no store, and the origin writes only the pins.
 
-A relay mirrors one run from its upstreams and serves a chunk as soon as it has checked it.
+A relay mirrors one run and its data (the files of its problems, `layout.data_run`) from its
+upstreams, and serves a chunk as soon as it has checked it.
 Invariants:
 - It serves only what this process has checked: roles.json, latest.json and manifests by
   signature, chunks by digest. Chunks on disk after a restart are checked when first needed.
@@ -17,8 +18,9 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from broadcast import layout
@@ -212,6 +214,7 @@ class Mirror(ServedRun):
         while True:
             try:
                 self._heed_roles()
+                self._relay_store.trim()
                 latest = await self._fetcher.latest(self.announced.version, _POLL_S)
                 if latest is not None:
                     deadline = time.monotonic() + _MANIFEST_DEADLINE_S
@@ -227,6 +230,7 @@ class Mirror(ServedRun):
         filling = () if self._filling is None else (self._filling[1],)
         await cancel_all((*self._lookups.values(), *filling))
         await self._transfers.close()
+        await self._fetcher.close()
 
     def _heed_roles(self) -> None:
         """Load or drop stored versions when roles.json changes the keys that may sign them."""
@@ -340,7 +344,8 @@ class Mirror(ServedRun):
 
     def _complain(self, error: BaseException) -> None:
         """Log an error unless it was logged recently."""
-        if self._logged.is_new(str(error)):
+        expected = self._run == layout.roles_run(self._run)  # a run may have no data
+        if (expected or self._fetcher.seen_version >= 0) and self._logged.is_new(str(error)):
             self._log.warning("%s", error)
 
 
@@ -405,7 +410,7 @@ async def run_relay(
     access: Access = NO_TOKEN,
     options: ServerOptions = DEFAULT_OPTIONS,
 ) -> None:
-    """Mirror and serve a run until SIGTERM. The upstreams may start later.
+    """Mirror and serve a run and its data until SIGTERM. The upstreams may start later.
 
     Args:
         store: holds the newest versions, also over restarts.
@@ -415,7 +420,7 @@ async def run_relay(
         keep_versions: number of newest versions to hold, at least 1, besides their bases.
         log: of this process.
         started: called with the port once connections are accepted.
-        max_bytes: limit on the bytes of manifests and chunks on disk; None: no limit.
+        max_bytes: limit on manifests and chunks on disk, the data's first; None: no limit.
         access: token and certificates for the upstreams.
         options: address, tokens, TLS and limits of the server.
 
@@ -424,19 +429,22 @@ async def run_relay(
     """
     if not layout.is_run(run):
         raise UserError(f"{run!r} is not the name of a run")
-    with layout.locked(store, run, _LOCK_DEADLINE_S):
+    new_fetcher = partial(Fetcher, upstreams, root_public_key=root_public_key, access=access)
+    new_store = partial(RelayStore, store, max_bytes=max_bytes, log=log)
+    async with AsyncExitStack() as up:
+        up.enter_context(layout.locked(store, run, _LOCK_DEADLINE_S))
         metrics = Metrics(store)
-        fetcher = Fetcher(
-            upstreams, run=run, root_public_key=root_public_key, folder=store / run, access=access
-        )
-        relay_store = RelayStore(
-            store, run, keep_versions=keep_versions, max_bytes=max_bytes, log=log
-        )
-        metrics.report_versions(run, relay_store.shares)
-        mirror = Mirror(fetcher, metrics, relay_store)
-        try:
+        data = new_store(layout.data_run(run), keep_versions=1)
+        versions = new_store(run, keep_versions=keep_versions, beside=data)
+        metrics.report_versions(run, versions.shares)
+        mirrors: dict[str, Mirror] = {}
+        for held in (data, versions):
+            fetcher = new_fetcher(run=held.run, folder=store / held.run)
+            mirrors[held.run] = mirror = Mirror(fetcher, metrics, held)
+            up.push_async_callback(mirror.close)
             await mirror.recall()
-            await serve({run: mirror}.get, mirror.work, metrics, log, options, started)
-        finally:
-            await mirror.close()
-            await fetcher.close()
+
+        async def work() -> None:
+            await for_each(mirrors.values(), Mirror.work, parallel=len(mirrors))
+
+        await serve(mirrors.get, work, metrics, log, options, started)

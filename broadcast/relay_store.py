@@ -210,6 +210,7 @@ class RelayStore(StoredVersions):
         run: the run's id.
         keep_versions: number of newest versions that stay (`versions_to_keep`).
         max_bytes: limit on manifests and chunks together, incoming ones included; None: no limit.
+        beside: store whose versions have a part of `max_bytes` before this one's.
         log: receives what is removed and why.
     """
 
@@ -221,9 +222,10 @@ class RelayStore(StoredVersions):
         keep_versions: int,
         max_bytes: int | None,
         log: logging.Logger,
+        beside: RelayStore | None = None,
     ) -> None:
         super().__init__(store, run, log)
-        self.keep_versions, self._max_bytes = keep_versions, max_bytes
+        self.keep_versions, self._limit, self._beside = keep_versions, max_bytes, beside
         chunks = store / layout.chunks_name(run)
         for folder in (store / run, chunks):
             remove_leftovers(folder)
@@ -236,6 +238,17 @@ class RelayStore(StoredVersions):
             for version in layout.stored_versions(store, run)
         }
         self._used = sum(self._chunk_bytes.values()) + sum(self._manifest_bytes.values())
+
+    @property
+    def _max_bytes(self) -> int | None:
+        if self._limit is None or self._beside is None:
+            return self._limit
+        return max(0, self._limit - self._beside.needed_bytes)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of the manifests and their chunks, also of those that are still to come."""
+        return sum(c.size for c, _ in self.known.values()) + sum(self._manifest_bytes.values())
 
     async def current(self) -> Mapping[int, WeightsManifest]:
         """Return the manifests by version; nobody else writes this store."""
@@ -253,6 +266,10 @@ class RelayStore(StoredVersions):
                 self.log.warning("%s: removed: %s", path, error)
                 dropped.append(version)
         self._drop(dropped)
+        self.trim()
+
+    def trim(self) -> None:
+        """Drop the oldest versions while all take more than `max_bytes`."""
         while self._max_bytes is not None and self._used > self._max_bytes and self.manifests:
             self._drop([min(self.manifests)])
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from broadcast.relay_store import RelayStore
 from runspec.core.canonical import MalformedJson, digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, read_object, remove_leftovers, write_atomic
-from runspec.core.roles import LATEST, MAX_LATEST_BYTES, sign_latest
+from runspec.core.roles import LATEST, MAX_LATEST_BYTES, Signers, sign_latest
 from runspec.core.signed import BadSignature, SigningKey, open_document
 
 CHUNK_BYTES = 16 * 1024 * 1024
@@ -127,27 +127,30 @@ def publish(
 
 def publish_objects(
     store: Path,
-    contents: Mapping[str, memoryview],
+    contents: Mapping[str, Path | memoryview],
     *,
     run: str,
     version: int,
     key: SigningKey,
     roles: bytes,
     chunk_bytes: int = CHUNK_BYTES,
+    signers: Signers = "island",
 ) -> str:
-    """Publish bytes in memory as a version of a learner island's own store.
+    """Publish files, or bytes in memory, as a version that has no tensors.
 
-    Readers know such a version by the digest of its manifest. So versions may come in any order,
-    and a pruned one may come again. Repeating a publication is harmless, as in `publish`.
+    A learner island publishes its shares so, in its own store. Readers know such a version by the
+    digest of its manifest. So versions may come in any order, and a pruned one may come again.
+    Repeating a publication is harmless, as in `publish`.
 
     Args:
         store: the store's directory.
-        contents: the bytes (format "B") of each file by name.
+        contents: each file by name, or its bytes (format "B").
         run: the run's id.
         version: its number.
-        key: an island's key, which `roles` names.
+        key: the key of a signer, which `roles` names.
         roles: the signed roles.json to publish with it.
         chunk_bytes: size of the pieces that files are cut into.
+        signers: whose key it is.
 
     Returns:
         The manifest digest.
@@ -157,11 +160,27 @@ def publish_objects(
         UserError: a newer roles.json is in the store; another process is at work; disk full (then
             nothing new stays in the store).
     """
-    signers_of(roles, run, key, "island")
+    signers_of(roles, run, key, signers)
     with _writing(store, run, roles, chunk_bytes) as chunks:
         objects = {name: chunks.add(data) for name, data in contents.items()}
         manifest = WeightsManifest(run, version, None, None, {}, (), objects, {})
         return _write_manifest(store, manifest, key, roles, chunks)
+
+
+def publish_data(store: Path, files: Mapping[str, Path], *, run: str, **options: Any) -> None:
+    """Publish the files of a run's problems, by BLAKE3 digest, as the one version of `data_run`.
+
+    Its number changes only where files or key differ from what is there. `options` and errors are
+    those of `publish_objects`.
+    """
+    name = layout.data_run(run)
+    version = newest_version(store, run=name) or 0
+    put = partial(publish_objects, store, files, run=name, signers="publisher", **options)
+    try:
+        put(version=version)
+    except AlreadyPublished:
+        put(version=version + 1)
+    prune(store, run=name, keep_versions=1)
 
 
 def refresh_latest(store: Path, *, run: str, key: SigningKey, roles: bytes | None = None) -> None:

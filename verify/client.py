@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
 from runspec.core.canonical import canonical_json, digest_bytes, parse_object
 from runspec.core.errors import UserError
-from runspec.core.files import atomic_file
+from runspec.core.files import locked, open_folder_lock
 from runspec.core.http_client import Answer
 from runspec.core.process import Role, not_retried
 from runspec.core.roles import use_invite
@@ -39,6 +37,7 @@ from verify.formats import documents
 from verify.formats.lease import lease_digest, open_lease
 from verify.formats.submission import largest_submission_bytes, open_submission
 from verify.formats.verdict import open_verdict
+from verify.plugins import WeightsLocation, fetch_data
 
 __all__ = ["CoordinatorClient", "RunFinished", "SubmissionRefused", "WorkItem"]
 
@@ -212,19 +211,6 @@ class CoordinatorClient:
             data, documents.open_site, coordinators=self.roles().coordinator, run=self._run
         )
 
-    def fetch_data(self, file: documents.SiteFile, path: Path) -> None:
-        """Fetch a file of the data and check its digest; write the whole file or none.
-
-        Raises:
-            UserError: the disk is full, or the coordinator no longer has the listed file.
-        """
-        self._http.call(
-            "GET",
-            f"/v1/data/{file.digest}",
-            max_bytes=max(file.bytes, MAX_ANSWER_BYTES),
-            into=lambda: _checked_file(path, file),
-        )
-
     def heartbeat(self, state: Mapping[str, Any]) -> None:
         """Send a heartbeat with what the process has done since its start.
 
@@ -327,38 +313,18 @@ def connect(role: Role) -> tuple[CoordinatorClient, SigningKey]:
     return CoordinatorClient(role.endpoints.coordinator, key, run=run, root_public_key=root), key
 
 
-@contextmanager
-def _checked_file(path: Path, file: documents.SiteFile) -> Iterator[Callable[[bytes], None]]:
-    """Receive a file under a temporary name; rename it if it has the listed size and digest."""
-    hasher, size = blake3(), 0
-    with atomic_file(path) as out:
-
-        def write(piece: bytes) -> None:
-            nonlocal size
-            size += len(piece)
-            hasher.update(piece)
-            out.write(piece)
-
-        yield write
-        if size != file.bytes or hasher.hexdigest() != file.digest:
-            raise UserError(
-                f"the coordinator sent other bytes than those of {file.digest[:16]}",
-                place=str(path),
-                remedy="the file changed after the coordinator started: start it again",
-            )
-
-
 def problem_files(
-    client: CoordinatorClient, spec: RunSpec, folder: Path, log: logging.Logger
+    client: CoordinatorClient, spec: RunSpec, weights: WeightsLocation, log: logging.Logger
 ) -> Path | None:
     """Make sure that this machine has the coordinator's files of problems.
 
-    Files with the same contents at the spec's own paths are used in place; others are fetched.
+    Files with the same contents at the spec's own paths are used in place; others are fetched once
+    for all processes that share a folder.
 
     Args:
         client: client of the coordinator.
         spec: the run's resolved spec.
-        folder: folder of fetched files, as <source>/<name>.
+        weights: relays or origin, and the folder of fetched files (`data_dir`).
         log: receives messages about what is fetched.
 
     Returns:
@@ -366,7 +332,7 @@ def problem_files(
 
     Raises:
         RunStopped: the problems would still differ from the coordinator's.
-        UserError: the coordinator does not send a file as listed, or the disk is full.
+        UserError: a file is not served as the coordinator lists it, or the disk is full.
     """
     site = client.site()
     if not site.data:
@@ -377,17 +343,20 @@ def problem_files(
     with not_retried():
         if not site.files:
             compare_data_digests(data_digest(spec), site.data, whose="the coordinator")
-    missing = {
-        path: file
-        for file in site.files
-        if not (path := folder / file.source / file.path).is_file()
-        or file_digest(path) != file.digest
-    }
-    if missing:
-        total = sum(file.bytes for file in missing.values()) / 1e6
-        log.info("fetching %d files of problems, %.1f MB", len(missing), total)
-    for path, file in missing.items():
-        client.fetch_data(file, path)
+    folder, deadline_s = weights.data_dir, spec.verify.lease_timeout
+    folder.mkdir(parents=True, exist_ok=True)
+    busy = UserError("another process is still fetching the files of problems", place=str(folder))
+    with locked(open_folder_lock(folder), deadline_s, busy):
+        missing = {
+            path: file
+            for file in site.files
+            if not (path := folder / file.source / file.path).is_file()
+            or file_digest(path) != file.digest
+        }
+        if missing:
+            total = sum(file.bytes for file in missing.values()) / 1e6
+            log.info("fetching %d files of problems, %.1f MB", len(missing), total)
+            fetch_data(weights, missing, deadline_s)
     with not_retried():
         compare_data_digests(data_digest(spec, folder), site.data, whose="the coordinator")
     return folder

@@ -8,21 +8,19 @@ from __future__ import annotations
 import base64
 import heapq
 import logging
-import math
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 from runspec.core.address import is_server_url
 from runspec.core.canonical import MalformedJson, digest_bytes, hash_parts, is_digest, parse_object
 from runspec.core.errors import UserError
-from runspec.core.http_client import Answer, LongAnswer, NoAnswer, Retry, Sink, fetch_now
+from runspec.core.http_client import Answer, LongAnswer, NoAnswer, Retry, fetch_now
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.roles import Roles, open_roles
 from runspec.core.signed import (
@@ -251,7 +249,6 @@ class CoordinatorHttp:
         wait_s: float = 0.0,
         backlog_s: float = 0.0,
         max_bytes: int = MAX_ANSWER_BYTES,
-        into: Sink | None = None,
     ) -> Answer:
         """Send a request, signed again each time, until it is answered or the deadline passes.
 
@@ -262,8 +259,6 @@ class CoordinatorHttp:
             wait_s: seconds that the coordinator may wait before it answers, added to the deadline.
             backlog_s: seconds during which an answer 429 resets the deadline.
             max_bytes: largest size of the answer.
-            into: receives the pieces of a long answer, from the first one at each attempt. Each
-                attempt that gets further than those before resets the deadline.
 
         Raises:
             RunFinished: the coordinator answers 410.
@@ -275,32 +270,16 @@ class CoordinatorHttp:
         began = time.monotonic()
         name = f"the coordinator {self.url}"
         retry = Retry(name, began + self._deadline_s + wait_s, _log)
-        came = furthest = 0
-
-        @contextmanager
-        def counted(into: Sink) -> Iterator[Callable[[bytes], None]]:
-            with into() as write:
-
-                def take(piece: bytes) -> None:
-                    nonlocal came
-                    came += len(piece)
-                    write(piece)
-
-                yield take
-
         while True:
-            came, busy_s, answered = 0, 0.0, None
+            busy_s, answered = 0.0, None
             try:
                 # An attempt that begins late still has the time that an answer needs.
                 least_s = min(_TIMEOUT_S, self._deadline_s) + wait_s
                 answer = self._try(
                     *(method, path, body, envelope),
                     max_bytes=max_bytes,
-                    timeout_s=max(retry.deadline - time.monotonic(), least_s)
-                    if into is None
-                    else math.inf,
+                    timeout_s=max(retry.deadline - time.monotonic(), least_s),
                     idle_s=_TIMEOUT_S + wait_s,
-                    into=None if into is None else partial(counted, into),
                 )
                 busy_s, answered = _busy_s(answer), answer.status
                 if answer.status < 500 and not busy_s:
@@ -308,8 +287,6 @@ class CoordinatorHttp:
                 trouble = f"answers {answer.status}: {_words(answer)}"
             except NoAnswer as error:
                 trouble = f"cannot be reached: {error}"
-            if came > furthest:
-                furthest, retry.deadline = came, time.monotonic() + self._deadline_s
             if busy_s and time.monotonic() < began + backlog_s:  # it is up but overloaded
                 retry.deadline = time.monotonic() + busy_s + self._deadline_s + wait_s
             if not retry.pause(trouble, busy_s):
@@ -325,8 +302,7 @@ class CoordinatorHttp:
             return answer
         refused = _REFUSALS.get(answer.status, UserError)
         words = f"{method} {path}: {answer.status}, {_words(answer)}"
-        changed = "" if into is None else "its data changed: start the same command again"
-        raise refused(words, place=f"coordinator {self.url}", remedy=changed)
+        raise refused(words, place=f"coordinator {self.url}")
 
     def _try(
         self, method: str, path: str, body: bytes, envelope: bytes | None, **limits: Any

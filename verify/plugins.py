@@ -1,4 +1,4 @@
-"""Interfaces of the plug-ins that are loaded by name: task, prefill engine, warm-start data.
+"""Interfaces of the plug-ins that are loaded by name: task, prefill engine, warm start, data files.
 
 `verify` imports neither samplers nor learners. A package provides plug-ins as entry points:
 
@@ -12,6 +12,9 @@
 
     [project.entry-points."runspec.warm_start"]
     default = "sampler.tasks.traces:build_warm_start_data"
+
+    [project.entry-points."runspec.data"]
+    default = "bridge.model_files:fetch_data"
 """
 
 from __future__ import annotations
@@ -29,10 +32,12 @@ from runspec.core.errors import UserError
 from runspec.core.process import Role, not_retried
 from runspec.core.schema import RunSpec
 from runspec.core.schema.source_files import PREFILL_GROUP
+from verify.formats.documents import SiteFile
 from verify.truncation import Choices, Truncation
 
 TASK_GROUP = "runspec.tasks"
 WARM_START_GROUP = "runspec.warm_start"
+DATA_GROUP = "runspec.data"
 
 
 @dataclass(frozen=True)
@@ -246,12 +251,17 @@ class WeightsLocation:
     """Origin or relays, as `broadcast` serves them."""
     root_public_key: str
     cache_dir: Path
-    """Folder of fetched versions."""
+    """Folder of fetched versions; several processes may share it."""
+
+    @property
+    def data_dir(self) -> Path:
+        """Folder of the fetched files of problems, as <source>/<name>; it is shared too."""
+        return self.cache_dir.with_name("data")
 
     @classmethod
     def of(cls, role: Role) -> WeightsLocation:
-        """Return where a role of a run finds them; it has a folder for them."""
-        return cls(role.spec.name, role.weights(), role.root_public_key, role.work / "weights")
+        """Return where a role of a run finds them."""
+        return cls(role.spec.name, role.weights(), role.root_public_key, role.versions)
 
 
 class PrefillEngine(Protocol):
@@ -331,6 +341,17 @@ def load_prefill_engine(spec: RunSpec, weights: WeightsLocation) -> PrefillEngin
     """Load the prefill engine that `verify.engine` names."""
     engine: PrefillEngine = _load(PREFILL_GROUP, spec.verify.engine)(spec, weights)
     return engine
+
+
+def fetch_data(
+    weights: WeightsLocation, wanted: Mapping[Path, SiteFile], deadline_s: float
+) -> None:
+    """Fetch files of the problems to these paths, by the entry point `default` of `runspec.data`.
+
+    Raises:
+        UserError: not fetched in time, or one is not published as it is wanted.
+    """
+    _load(DATA_GROUP, "default")(weights, wanted, deadline_s)
 
 
 @not_retried()

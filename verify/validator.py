@@ -340,7 +340,7 @@ def run(role: Role, stop: threading.Event, log: logging.Logger) -> None:
         plugins.require_graders(spec)
         with not_retried():
             require_profiles(spec, root_public_key=role.root_public_key)
-        data = problem_files(client, spec, role.work / "data", log)
+        data = problem_files(client, spec, plugins.WeightsLocation.of(role), log)
         with closing(plugins.load_prefill_engine(spec, plugins.WeightsLocation.of(role))) as engine:
             validator = Validator(
                 *(spec, key, client, engine),

@@ -18,8 +18,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,8 +30,6 @@ from aiohttp.client_proto import ResponseHandler
 
 _Found = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]]
 
-Sink = Callable[[], AbstractContextManager[Callable[[bytes], object]]]
-"""Opens what receives an answer piece by piece; a failed answer ends its block by the error."""
 CONNECT_S = 5.0
 _UPLOAD_PIECE_BYTES = 64 * 1024
 _INTERIM_ANSWERS = 8
@@ -179,7 +177,6 @@ async def fetch(
     body: bytes = b"",
     headers: Mapping[str, str] | None = None,
     redirects: int = 0,
-    into: Sink | None = None,
 ) -> Answer:
     """Sends one request and returns the complete answer, whatever its status.
 
@@ -190,7 +187,6 @@ async def fetch(
         timeout_s: for the whole request, so that an endless drip ends too.
         idle_s: for each part of the request in which no byte moves; None: only `timeout_s` counts.
         redirects: how many to follow; with 0, a redirect is returned as the answer.
-        into: receives the content of a successful answer, which is then returned without it.
 
     Raises:
         LateAnswer: `timeout_s` or `idle_s` has passed.
@@ -229,15 +225,12 @@ async def fetch(
                     raise LongAnswer(
                         f"{response.content_length} bytes, at most {max_bytes} expected"
                     )
-                content, size = bytearray(), 0
-                taken = into is not None and 200 <= response.status < 300
-                with into() if into is not None and taken else nullcontext(content.extend) as take:
-                    async for piece in response.content.iter_any():
-                        moved()
-                        size += len(piece)
-                        if size > max_bytes:
-                            raise LongAnswer(f"more than the {max_bytes} bytes expected")
-                        take(piece)
+                content = bytearray()
+                async for piece in response.content.iter_any():
+                    moved()
+                    if len(content) + len(piece) > max_bytes:
+                        raise LongAnswer(f"more than the {max_bytes} bytes expected")
+                    content.extend(piece)
                 retry_after = response.headers.get("Retry-After", "")
                 return Answer(response.status, retry_after, bytes(content))
 

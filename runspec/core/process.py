@@ -312,6 +312,11 @@ class Role:
         return self.folder if self.name in self._pools else self.folder / "work" / self.name
 
     @property
+    def versions(self) -> Path:
+        """Folder of fetched versions, which all processes of `folder` share."""
+        return (self.folder if self.name in self._pools else self.folder / "work") / "weights"
+
+    @property
     def store(self) -> Path:
         """The store that a server of weights or shares serves."""
         return self.folder / "store" / self.name

@@ -39,12 +39,13 @@ def disk_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
 
     Weights as directories, `keep_versions` + 1 of them, with their deltas where the run sends such;
     as many bytes of whole versions at the origin and at each relay. Where they hold deltas, that is
-    those of `keep_versions` and of the way back to the newest anchor, and the anchors on it. What
-    readers have: a sampler the current version and the newest, a validator `async_level` + 2, and
-    each one more that is on its way. Full states (masters and moments of what is trained, 12 P with
-    adamw in float32, P parameters), `checkpoints.keep` + 1 of them; and room for logs and rollouts.
-    Room alone where the model's shape is not known. Left out: versions that are kept longer because
-    somebody reads them, and the packed rows of documents, which lie in the learner's cache.
+    those of `keep_versions` and of the way back to the newest anchor, and the anchors on it. The
+    folder that samplers and validators share: the version of each sampler and the newest, but at
+    most `async_level` + 2, as many with a validator, and one more on its way. Full states (masters
+    and moments of what is trained, 12 P with adamw in float32, P parameters), `checkpoints.keep` +
+    1 of them; and room for logs and rollouts. Room alone where the model's shape is not known. Left
+    out: versions that are kept longer because somebody reads them, and the packed rows of
+    documents, which lie in the learner's cache.
     """
     if config is None:
         return _ROOM_BYTES
@@ -59,9 +60,10 @@ def disk_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
     stores = round(store) * (1 + len(set(role_names.relay_names(spec)) - away))
     samplers = len(set(role_names.worker_names(spec)) - away)
     validators = len(set(role_names.validator_names(spec)) - away)
-    read = 3 * samplers * one.whole
-    if spec.supervised is None:
-        read += (spec.grpo.async_level + 3) * validators * one.whole
+    read = 0
+    if spec.supervised is None and (samplers or validators):
+        most = spec.grpo.async_level + 3
+        read = one.whole * (most if validators else min(samplers + 2, most))
     return directories + stores + read + states_bytes(spec, config) + _ROOM_BYTES
 
 

@@ -67,7 +67,7 @@ def evaluate_versions(
             due=lambda after, newest: due_versions(spec, after, newest, done),
         )
         up.enter_context(closing(arrivals))
-        data = problem_files(client, spec, role.work / "data", log)
+        data = problem_files(client, spec, WeightsLocation.of(role), log)
         evaluator = Evaluator(client, key, spec, data, log, up, results, made)
         while not stop.is_set():
             last = arrivals.newest >= spec.steps  # if so, what is due is there already

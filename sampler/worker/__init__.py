@@ -69,7 +69,7 @@ def work(
         versions = Versions(WeightsLocation.of(role), spec.verify.lease_timeout, log)
         up.enter_context(closing(versions))
         version, path = versions.first()
-        data = problem_files(client, spec, role.work / "data", log)
+        data = problem_files(client, spec, WeightsLocation.of(role), log)
         tasks = up.enter_context(closing(load_task_set(spec, path, data)))
         log.info("loading vLLM with version %d, %d problems", version, len(tasks))
         outbox = Outbox(

@@ -226,7 +226,7 @@ FIRST_S = 600.0
 
 
 class Versions(VersionWatch):
-    """Fetches versions; only those passed to `keep` and the newest stay on this machine."""
+    """Fetches versions, and holds only those passed to `keep` and the newest."""
 
     def __init__(self, source: WeightsLocation, fetch_s: float, log: logging.Logger) -> None:
         super().__init__(source, fetch_s, log)
@@ -272,7 +272,7 @@ class Versions(VersionWatch):
             return path
 
     def keep(self, *versions: int) -> None:
-        """Remove every version except these and the newest.
+        """Give up every version except these and the newest.
 
         If a fetch is under way, the next call removes them: a removal would delete the parts of the
         fetch, and waiting for it may take as long as a step.

@@ -416,10 +416,29 @@ class CacheUsers(RuleBasedStateMachine):
         self.there: dict[str, set[int]] = {part: set() for part in PARTS}
         self.reading = ExitStack()
         self.held: set[int] = set()
+        self.holds: dict[Cache, set[int]] = {self.cache: set(), self.other: set()}
         self.foreign: set[int] = set()
 
     def teardown(self) -> None:
         self.reading.close()
+        for cache in self.holds:
+            cache.close()
+
+    @property
+    def in_use(self) -> set[int]:
+        return self.held.union(*self.holds.values())
+
+    @rule(version=VERSIONS, ours=st.booleans())
+    def hold(self, version: int, ours: bool) -> None:
+        cache = self.cache if ours else self.other
+        assert cache.hold(version)
+        self.holds[cache].add(version)
+        self.there[".lock-v"].add(version)
+
+    @rule(version=VERSIONS)
+    def release(self, version: int) -> None:
+        self.other.release(version)
+        self.holds[self.other].discard(version)
 
     @rule(version=VERSIONS, part=st.sampled_from([".partial-v", ".deltas-v"]))
     def leave(self, version: int, part: str) -> None:
@@ -431,7 +450,7 @@ class CacheUsers(RuleBasedStateMachine):
     def finish(self, version: int, ours: bool) -> None:
         whole = self.cache.whole(version)
         with self.cache.locked(version) as mine:
-            assert mine == (version not in self.held)
+            assert mine == (version not in self.in_use)
             if mine and not whole.exists():
                 whole.mkdir()
                 data = signed(version, "demo" if ours else "other")
@@ -457,7 +476,7 @@ class CacheUsers(RuleBasedStateMachine):
 
     @rule(version=VERSIONS)
     def remove(self, version: int) -> None:
-        if version in self.held:
+        if version in self.in_use:
             return
         self.cache.remove(version)
         for part in ("v", ".partial-v", ".deltas-v"):
@@ -468,8 +487,9 @@ class CacheUsers(RuleBasedStateMachine):
     def prune(self, keep: set[int]) -> None:
         self.cache.prune(keep)
         self.swept()
+        self.holds[self.cache] &= keep
         for found in self.there.values():
-            found &= keep | self.held
+            found &= keep | self.in_use
 
     def swept(self) -> None:
         """Deltas of a finished version are of no more use."""

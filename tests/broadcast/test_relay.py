@@ -8,6 +8,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -358,6 +359,26 @@ def test_the_bound_holds_whatever_comes(tmp_path_factory, steps, max_bytes, keep
     smaller.believe({KEY.public_hex})
     assert on_disk(folder) <= max_bytes // 2
     assert smaller.manifests.items() <= store.manifests.items()
+
+
+def test_the_data_of_a_run_has_room_before_its_versions(tmp_path: Path) -> None:
+    # given a relay with room for two versions and a bit, which are there
+    both = on_disk(store_of(tmp_path, None, whole(0), whole(1)).store) + 1000
+    data = RelayStore(tmp_path, "demo.data", keep_versions=1, max_bytes=both, log=LOG)
+    versions = RelayStore(tmp_path, "demo", keep_versions=5, max_bytes=both, log=LOG, beside=data)
+    versions.believe({KEY.public_hex})
+    assert set(versions.manifests) == {0, 1}
+    # when it knows of data, of which nothing has come yet, then the older version goes
+    files = replace(whole(9), run="demo.data")
+    (tmp_path / "demo.data").mkdir(exist_ok=True)
+    data.adopt(files, sign_manifest(files, KEY))
+    versions.trim()
+    assert set(versions.manifests) == {1}
+    # and the data finds room, and a version that would need it does not
+    put(data, files)
+    assert on_disk(tmp_path) <= both
+    with pytest.raises(UserError, match="are allowed"):
+        put(versions, whole(2, chunks=8))
 
 
 async def test_a_full_disk_lets_the_oldest_go(tmp_path: Path) -> None:

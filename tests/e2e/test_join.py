@@ -258,7 +258,7 @@ def test_followers_fetch_deltas_and_a_late_joiner_an_anchor_with_the_deltas_afte
     assert int(received) > int(size) * 0.9
     # and everybody has the bits that were exported
     exported, compared = weights_folder(run.dir), 0
-    own = run.machines.on("validator") / "validator-0" / "work" / "validator-0"
+    own = run.machines.on("validator") / "validator-0" / "work"
     for held in (home / "volunteer" / "weights", own / "weights"):
         for version in set(versions_in(held)) & set(versions_in(exported)):
             names = [folder / f"v{version}" / "model.safetensors" for folder in (held, exported)]

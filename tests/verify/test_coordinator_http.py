@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +38,7 @@ def answer(status: int, content: bytes = b"", retry_after: str = "") -> Answer:
 class Coordinator:
     """Gives some answers one after the other, the last one for ever, on a clock of its own."""
 
-    answers: list[Answer | Exception | bytes] = field(default_factory=list)
+    answers: list[Answer | Exception] = field(default_factory=list)
     now: float = 1000.0
     asked: list[dict[str, Any]] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
@@ -59,18 +58,10 @@ class Coordinator:
         self.now += seconds
 
     def fetch_now(self, method: str, url: str, **options: Any) -> Answer:
-        """Bytes are an answer that breaks off behind them, after a second."""
         self.asked.append({"method": method, "url": url, **options})
         found = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(found, Exception):
             raise found
-        if options["into"] is not None and (isinstance(found, bytes) or found.is_success):
-            self.now += 1.0
-            with options["into"]() as write:
-                write(found if isinstance(found, bytes) else found.content)
-                if isinstance(found, bytes):
-                    raise NoAnswer("the connection broke")
-        assert isinstance(found, Answer)
         return found
 
 
@@ -164,29 +155,6 @@ def test_a_coordinator_with_too_much_to_do_is_asked_when_it_says(coordinator, sa
     with pytest.raises(UserError, match="answers 429"):
         coordinator.client.call("GET", "/v1/roles", backlog_s=100.0)
     assert coordinator.pauses == [30.0] * 4
-
-
-def test_what_is_long_is_asked_for_again_while_more_comes_each_time(coordinator):
-    """A slow line takes longer for a file than a coordinator may be away."""
-    got: list[int] = []
-
-    def fetch(path: str) -> None:
-        coordinator.client.call("GET", path, into=lambda: nullcontext(lambda p: got.append(len(p))))
-
-    sizes = [10 * n for n in range(1, 20)]
-    coordinator.answers = [answer(500), *(b"x" * n for n in sizes), answer(200, b"x" * 300)]
-    fetch("/v1/data/one")
-    assert got == [*sizes, 300] and coordinator.now > 1000.0 + 4 * DEADLINE_S
-    # and no longer than the deadline while no more comes
-    coordinator.answers, coordinator.asked = [b"x" * 10], []
-    with pytest.raises(UserError, match=r"the connection broke .tried GET /v1/data/one"):
-        fetch("/v1/data/one")
-    assert 3 <= len(coordinator.asked) <= 5
-    # and not at all where there is no such file
-    coordinator.answers, coordinator.asked = [answer(404)], []
-    with pytest.raises(UserError, match=r"/v1/data/two: 404.*\n.*its data changed"):
-        fetch("/v1/data/two")
-    assert len(coordinator.asked) == 1
 
 
 # --- signed requests ----------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from runspec.core.process import EXIT_FINAL, Endpoints, Role, RunStopped
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import evaluation_files, submission_files
 from runspec.core.schema import Evaluation, RunSpec
-from runspec.core.schema.source_files import source_files
 from runspec.role import main as start
 from sampler.tasks.graders import Graders
 from tests.role_folder import write_folder
@@ -41,7 +40,7 @@ from verify.formats.documents import Evaluated, Figure, sign_evaluation
 from verify.formats.lease import open_lease
 from verify.formats.submission import decode_rollouts
 from verify.formats.verdict import decode_verdicts
-from verify.plugins import GradeItem, GraderFault
+from verify.plugins import GradeItem, GraderFault, WeightsLocation
 from verify.validator import Validator
 
 HONEST, DISHONEST, EVALUATOR = fixed_key(5), fixed_key(6), fixed_key(7)
@@ -235,8 +234,6 @@ def test_what_a_reward_raises_is_in_the_validators_log_in_the_stall_and_in_statu
 
 # --- what a role needs --------------------------------------------------------------------------
 
-ROWS = b"rows" * 1000
-
 
 def with_source(**changes: object) -> RunSpec:
     spec = tiny_spec()
@@ -244,41 +241,19 @@ def with_source(**changes: object) -> RunSpec:
     return spec.model_copy(update={"data": spec.data.model_copy(update={"sources": [source]})})
 
 
-def test_equal_files_of_problems_are_used_and_others_fetched_once_and_where_they_changed(tmp_path):
-    # given a coordinator beside the file of its problems, and a machine with the same
-    here, own = tmp_path / "rows.parquet", tmp_path / "own"
-    here.write_bytes(ROWS)
-    spec = with_source(uri=str(here))
-    site = Site(tmp_path, spec)
-    with site.origin(), site.serving():
-        _, client = site.worker()
-        assert problem_files(client, spec, own, LOG) is None and not own.exists()
-        # given one that has no file at the spec's path, and then another one
-        spec = with_source(uri=str(tmp_path / "there"))
-        # when it asks for the problems' files, then it has the coordinator's, and they stay
-        (copy,) = source_files(spec.data.sources[0], problem_files(client, spec, own, LOG)).values()
-        first = copy.stat().st_ino, copy.stat().st_mtime_ns
-        (tmp_path / "there").write_bytes(b"other rows")
-        assert problem_files(client, spec, own, LOG) == own and copy.read_bytes() == ROWS
-        assert (copy.stat().st_ino, copy.stat().st_mtime_ns) == first
-        # but where a copy changed
-        copy.write_bytes(b"damaged")
-        problem_files(client, spec, own, LOG)
-        assert copy.read_bytes() == ROWS
-
-
 def test_a_generator_of_another_version_ends_the_role(tmp_path, monkeypatch):
     # given a coordinator whose problems are generated
     spec = with_source(uri=None, kind="reasoning_gym")
     site = Site(tmp_path, spec)
+    location = WeightsLocation(site.run, [], site.root.public_hex, tmp_path / "own" / "weights")
     with site.origin(), site.serving():
         _, client = site.worker()
-        assert problem_files(client, spec, tmp_path / "own", LOG) is None
+        assert problem_files(client, spec, location, LOG) is None
         # when the generator's package here is another
         monkeypatch.setattr("runspec.core.schema.source_files.version", lambda name: "0.0.1")
         # then the role says what to do, and does not try again
         with pytest.raises(RunStopped, match="the coordinator are made from other data") as caught:
-            problem_files(client, spec, tmp_path / "own", LOG)
+            problem_files(client, spec, location, LOG)
     assert "the same version of every generator's package" in (caught.value.remedy or "")
 
 

@@ -73,7 +73,7 @@ TRACKIO = "monitors=[{name: c, kind: trackio, python: /no/python}]"
     ("override", "facts", "expected"),
     [
         ("learner.hosts=2", {}, ""),  # a rehearsal
-        ("seed=1", {"free_bytes": lambda _: GIB // 4}, "checkpoints: about 561 MB of disk needed"),
+        ("seed=1", {"free_bytes": lambda _: GIB // 4}, "checkpoints: about 559 MB of disk needed"),
         ("seed=1", lacks("transformers"), ""),
         ("verify.engine=torch", TORCH, "verify.engine: engine torch imports transformers, not"),
         ("seed=1", {"prefill_engines": ()}, "verify.engine: no prefill engine 'jax'; installed: "),
@@ -188,10 +188,21 @@ def test_disk_is_reckoned_from_the_shape() -> None:
     attention = 64 * 64 + 64 + 2 * (64 * 32 + 32) + 64 * 64
     layer = attention + 3 * 64 * 192 + 2 * 64
     parameters = 3 * layer + 2 * 192 * 64 + 64
-    # then the disk holds 6 versions in 3 places of 4 bytes each with headers, 3 at the sampler
-    # and 5 at the validator, who may be 2 steps behind, and 3 states of 12 bytes
-    numbers = parameters * (4 * (6 * 3 + 3 + 5) + 12 * 3) + GIB // 2
-    assert 0 < disk_bytes(small_spec(), model_config(small_spec())) - numbers < 26 * 5000
+    # then the disk holds 6 versions in 3 places of 4 bytes each with headers, 3 states of 12 bytes,
+    # and once what is read: 5 with a validator, who may be 2 steps behind; without one 2 more than
+    # there are samplers
+    for overrides, read in (
+        ([], 5),
+        (["samplers.volunteers.replicas=8"], 5),
+        (["placement.roles=[volunteers]"], 3),
+        (["placement.roles=[volunteers]", "samplers.volunteers.replicas=2"], 4),
+        (["placement.roles=[volunteers]", "samplers.volunteers.replicas=8"], 5),
+        (["placement.roles=[]"], 0),
+    ):
+        spec = small_spec("small", 5, *overrides)
+        places = 2 if "roles" in str(overrides) else 3  # the relay's is elsewhere too
+        numbers = parameters * (4 * (6 * places + read) + 12 * 3) + GIB // 2
+        assert 0 < disk_bytes(spec, model_config(spec)) - numbers < 26 * 5000, overrides
 
 
 def test_another_tokenizer_takes_the_place_of_the_models_own_if_it_fits(tmp_path: Path) -> None:

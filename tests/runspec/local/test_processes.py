@@ -106,6 +106,10 @@ def test_the_laptop_profile_is_eight_processes() -> None:
     ] * 2
     assert [started(spec, name).kind for name in ("volunteers-0", "volunteers")] == ["worker"] * 2
     assert started(spec, "volunteers").work == Path("/runs/small")
+    assert started(spec, "volunteers").versions == Path("/runs/small/weights")
+    # and all others share the versions that they fetch
+    found = {started(spec, name).versions for name in ("volunteers-0", "validator-0")}
+    assert found == {Path("/runs/small/work/weights")}
     # and version 0 is made by one process on the whole mesh
     first = first_version_role(run_of(small_spec("small", 5, TWO_HOSTS)))
     assert first.command[-2:] == ("warm-start", "/runs/small")

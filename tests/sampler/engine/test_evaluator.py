@@ -107,7 +107,7 @@ def test_a_killed_evaluator_leaves_no_gap_and_no_double(tmp_path):
         # given an evaluator that is killed once it has begun with version 0
         run = Run(tmp_path, running)
         first = run.evaluator()
-        run.wait_for(run.dir / "evaluator" / "work" / "evaluator" / "weights" / "v0", first)
+        run.wait_for(run.dir / "evaluator" / "work" / "weights" / "v0", first)
         first.kill()
         first.wait()
         # when it is started again, and other versions come out, the last with the weights of 0

@@ -1,4 +1,4 @@
-"""Handlers for everybody: the status, documents, files for volunteers, and evaluations.
+"""Handlers for everybody: the status, documents, and evaluations.
 
 The status is JSON for people and commands, and Prometheus metrics for monitors.
 """
@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from aiohttp import web
@@ -36,7 +35,7 @@ from verify.coordinator.machine.filling import needed_groups, tried_groups
 from verify.coordinator.machine.leases import LeaseRecord
 from verify.coordinator.machine.stalls import waited_for
 from verify.coordinator.machine.state import State
-from verify.coordinator.requests import Refusal, read_body, refusing, send_file
+from verify.coordinator.requests import Refusal, read_body, refusing
 from verify.formats import documents
 
 _log = logging.getLogger(__name__)
@@ -246,13 +245,13 @@ def _set_aside(record: LeaseRecord) -> dict[str, Any]:
     }
 
 
-# -- Documents and files ---------------------------------------------------------------------------
+# -- Documents -------------------------------------------------------------------------------------
 
 
 class SiteHandlers:
-    """Spec, roles.json, and the files of the spec's sources for volunteers who have no copy.
+    """Spec, roles.json, and the site: where weights are, and the files of the spec's sources.
 
-    The files of `source_files` are listed at the start. A request names a digest, never a path.
+    The publisher sends these files to those who have no copy. They are hashed at the start.
 
     Args:
         run: the run.
@@ -263,7 +262,6 @@ class SiteHandlers:
     def __init__(self, run: RunContext, roles: bytes, weights: Sequence[str]) -> None:
         self._run, self._weights = run, list(weights)
         self._documents = {"spec": documents.sign_spec(run.spec, run.key), "roles": roles}
-        self._paths: dict[str, Path] = {}
         self._ready = asyncio.ensure_future(asyncio.to_thread(self._look))
 
     def routes(self) -> list[web.RouteDef]:
@@ -271,7 +269,6 @@ class SiteHandlers:
         return [
             get("/v1/{name:spec|roles}", self._document, by),
             get("/v1/site", self._site, by),
-            get("/v1/data/{digest:[0-9a-f]{64}}", self._data, by),
         ]
 
     def close(self) -> None:
@@ -283,14 +280,6 @@ class SiteHandlers:
 
     async def _site(self, request: web.Request) -> web.StreamResponse:
         return web.Response(body=await self._signed_site(), content_type="application/json")
-
-    async def _data(self, request: web.Request) -> web.StreamResponse:
-        await self._signed_site()
-        path = self._paths.get(request.match_info["digest"])
-        if path is None:
-            raise Refusal(404, "no file of the data has this digest")
-        with self._run.authentication.download(request):
-            return await send_file(request, path)
 
     async def _signed_site(self) -> bytes:
         """Return the signed site, once the files are hashed.
@@ -308,11 +297,8 @@ class SiteHandlers:
                 files, digest = self._files(), data_digest(spec)
         except UserError as error:
             # Workers with a copy of the data still work; workers without it fail with a message.
-            _log.warning("volunteers cannot fetch the data here: %s", error)
+            _log.warning("the site lists no data: %s", error)
             files = []
-        if files:
-            total = sum(file.bytes for file in files)
-            _log.info("volunteers can fetch %d files of data, %d bytes", len(files), total)
         return documents.sign_site(
             documents.Site(spec.name, self._weights, files, digest), self._run.key
         )
@@ -322,7 +308,6 @@ class SiteHandlers:
         for source in self._run.spec.data.sources:
             for name, path in source_files(source).items():
                 digest = file_digest(path)
-                self._paths[digest] = path
                 files.append(documents.SiteFile(source.name, name, path.stat().st_size, digest))
         if len(files) > documents.MAX_FILES:
             raise UserError(
