@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -88,10 +88,11 @@ async def _fetch_all(fetcher: Fetcher, pieces: Sequence[Piece], assembly: Assemb
             await asyncio.sleep(EVERY_S)
             now, new, found = time.monotonic(), done - before, received()
             rate = new / max(now - at, 1e-9)
-            sent = {url: n - counted[url] for url, n in found.items() if n > counted[url]}
+            sent = {url: n - counted.get(url, 0) for url, n in found.items()}
             shares = ", ".join(
                 f"{url} {n / sum(sent.values()):.0%}"
                 for url, n in sorted(sent.items(), key=lambda item: -item[1])
+                if n
             )
             left = f", {(total - done) / rate:,.0f} s left" if rate > 0 else ""
             _LOG.info(
@@ -217,6 +218,18 @@ class WeightsClient:
             UserError: not fetched in time; the message names each server and its fault.
         """
         return self._run(self._fetch(version, manifest_digest, deadline_s, sizes))
+
+    def set_volunteers(self, urls: Collection[str], *, public_only: bool) -> None:
+        """Use these relays of strangers for chunks too, instead of those of the last call.
+
+        They get no token and may serve nothing else. At most 8 are used; one that lied is not
+        asked again.
+
+        Args:
+            urls: their base URLs; one that is malformed is left out.
+            public_only: as the first call says it: connect to strangers at public addresses only.
+        """
+        self._run(self._fetcher.set_volunteers(urls, public_only=public_only))
 
     def prune(self, keep: set[int]) -> None:
         """Release and remove versions other than `keep`, partial ones too.

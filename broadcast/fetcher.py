@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
+
+import aiohttp
 
 from broadcast import layout
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
@@ -30,6 +32,7 @@ from broadcast.transport import (
 )
 from broadcast.upstreams import SLOW_AFTER_S, Requester, Upstream, Wanted, pause_after
 from runspec.core import roles as roles_format
+from runspec.core.address import is_server_url
 from runspec.core.canonical import digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
@@ -111,15 +114,26 @@ class Fetcher:
         self._latest_path = folder / "latest.json"
         self._recall()
         self._session = new_session(access)
+        self._strangers: aiohttp.ClientSession | None = None
+        """Connections to strangers' servers, without a token."""
 
     @property
     def received(self) -> int:
         """Bytes of chunks received so far, damaged and repeated ones too; any thread may ask."""
-        return sum(upstream.received for upstream in self.upstreams.all)
+        now = sum(upstream.received for upstream in self.upstreams.all)
+        return self.upstreams.removed_bytes + now
 
     async def close(self) -> None:
         """Close the connections; no request may be under way."""
         await self._session.close()
+        if self._strangers is not None:
+            await self._strangers.close()
+
+    async def set_volunteers(self, urls: Collection[str], *, public_only: bool) -> None:
+        """Ask these strangers' relays for chunks too, and no others; see `WeightsClient`."""
+        if self._strangers is None:
+            self._strangers = new_session(NO_TOKEN, public_only=public_only)
+        self.upstreams.set_strangers({url.rstrip("/") for url in urls if is_server_url(url)})
 
     async def latest(self, after: int | None, wait_s: float) -> Latest | None:
         """Wait for a latest.json that names a version newer than `after`; None if none arrives.
@@ -134,7 +148,7 @@ class Fetcher:
         answered: set[Upstream] = set()
         polls = {
             asyncio.create_task(self._poll(upstream, after, deadline, answered))
-            for upstream in self.upstreams.all
+            for upstream in self.upstreams.own
         }
         pending = polls
         try:
@@ -171,7 +185,7 @@ class Fetcher:
         async def get_it(
             upstream: Upstream, wanted: Wanted, attempt: Attempt
         ) -> tuple[WeightsManifest, bytes]:
-            others = set(self.upstreams.all) - wanted.shunned - {upstream}
+            others = set(self.upstreams.own) - wanted.shunned - {upstream}
             # A relay may first request an older manifest from its own upstreams: allow it the time.
             limit_s = SLOW_AFTER_S if others and keep_asking else _SMALL_TIMEOUT_S
             name = layout.manifest_name(self._run, version)
@@ -232,8 +246,10 @@ class Fetcher:
 
             url = f"{upstream.url}/{layout.chunk_name(self._run, chunk.blake3)}"
             timeout_s = _within(deadline, chunk_timeout_s(chunk.size))
+            session = self._strangers if upstream.stranger else self._session
+            assert session is not None
             await fetch_chunk(
-                *(self._session, url, chunk, into, offset, attempt),
+                *(session, url, chunk, into, offset, attempt),
                 timeout_s=timeout_s,
                 is_hopeless=is_hopeless,
             )

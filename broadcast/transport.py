@@ -145,10 +145,13 @@ class Access:
             ) from error
 
 
-def new_session(access: Access) -> aiohttp.ClientSession:
+def new_session(access: Access, *, public_only: bool = False) -> aiohttp.ClientSession:
     """Return a session with this access; it uses no proxy of the environment."""
     return http_client.new_session(
-        tls=access.ssl_context, headers=access.headers(), read_bufsize=_READ_BUFFER
+        tls=access.ssl_context,
+        public_only=public_only,
+        headers=access.headers(),
+        read_bufsize=_READ_BUFFER,
     )
 
 

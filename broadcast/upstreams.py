@@ -1,5 +1,7 @@
 """Choice of the server for the next request: the one expected to answer first.
 
+Strangers' servers are asked for chunks only, and never again after a lie.
+
 Only `Requester` does IO. To all else the caller passes the time, in seconds of a monotonic clock.
 Sizes are bytes.
 
@@ -16,8 +18,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -50,6 +53,8 @@ _MEMORY_S = 3.0
 """Busy seconds after which the weight of a measurement falls to about a third."""
 _SLOWEST = 1024 * 1024
 """Lowest rate that is assumed of a server, in bytes per second."""
+MOST_STRANGERS = 8
+"""Strangers' servers of one client; each client draws its own, so that load is spread."""
 _LEAST_SUCCESS = 1 / 64
 """Lowest share of successes that is assumed; from it a server recovers within about a minute."""
 T = TypeVar("T")
@@ -62,6 +67,8 @@ class Upstream:
     """One server and its measured quality."""
 
     url: str
+    stranger: bool = False
+    """It serves nothing but chunks, without a token; see `Upstreams.set_strangers`."""
     failures: int = 0
     """Consecutive failures. Failures during the pause after a failure are not counted."""
     retry_at: float = 0.0
@@ -126,14 +133,18 @@ class Upstream:
         self.success = (1 + self.success) / 2
 
     def failed(self, now: float, fault: Fault, what: str, log: logging.Logger) -> None:
-        """Note a failed request; the server pauses unless the fault is NotThere or TooSlow."""
+        """Note a failed request; the server pauses unless the fault is NotThere or TooSlow.
+
+        A stranger pauses after NotThere too, and no fault is excused: else it could delay every
+        chunk by a refusal.
+        """
         self.noted(now, fault, what, log)
-        if isinstance(fault, NotThere):
+        if isinstance(fault, NotThere) and not self.stranger:
             return
         pausing = now < self.retry_at  # concurrent requests fail together: they count once
         if isinstance(fault, Busy) or not (pausing or isinstance(fault, TooSlow)):
             self.retry_at = max(self.retry_at, now + pause_after(fault, self.failures))
-        if not isinstance(fault, Busy):
+        if self.stranger or not isinstance(fault, Busy):
             self.failures += not pausing
             self.success = max(self.success / 2, _LEAST_SUCCESS)
 
@@ -147,7 +158,7 @@ class Upstream:
         if isinstance(fault, TooSlow) and just_before:
             return
         if isinstance(fault, Lie):
-            self.distrusted_until = now + DISTRUST_S
+            self.distrusted_until = math.inf if self.stranger else now + DISTRUST_S
             log.warning("%s sent something wrong: %s; avoiding it", self.url, text)
         elif text != self.last_fault and not isinstance(fault, NotThere | Busy):
             log.warning("%s: %s", self.url, text)
@@ -227,7 +238,27 @@ class Upstreams:
 
     def __init__(self, urls: Sequence[str], most: int) -> None:
         self.all = [Upstream(url) for url in dict.fromkeys(urls)]
+        self.own = tuple(self.all)
+        """The servers that are no strangers."""
+        self.removed_bytes = 0
+        """Bytes of chunks received from servers that were removed."""
         self._most = most
+
+    def set_strangers(self, urls: Collection[str]) -> None:
+        """Replace the strangers: keep those in use that are listed, and draw others by lot.
+
+        Those that lied stay, because they are not asked again; so do those that serve just now.
+        """
+        kept = [
+            u
+            for u in self.all
+            if not u.stranger or u.url in urls or u.in_flight or u.distrusted_until
+        ]
+        self.removed_bytes += sum(u.received for u in self.all if u not in kept)
+        new = [*set(urls) - {u.url for u in kept}]
+        used = sum(u.stranger and not u.distrusted_until for u in kept)
+        drawn = random.sample(new, min(len(new), max(0, MOST_STRANGERS - used)))
+        self.all = [*kept, *(Upstream(url, stranger=True) for url in drawn)]
 
     def choose(self, now: float, wanted: Wanted) -> Choice:
         """Choose the server that is expected to answer first, among those that need no pause.
@@ -235,9 +266,10 @@ class Upstreams:
         A shunned or distrusted server is chosen only if no other one is ready. If the best server
         has no room, the request waits for it, because the others are expected to take longer.
         """
-        ready = [u for u in self.all if wanted.ready_at(u) <= now]
+        able = self._able(now, wanted)
+        ready = [u for u in able if wanted.ready_at(u) <= now]
         if not ready:
-            return Choice(None, min(wanted.ready_at(u) for u in self.all) - now)
+            return Choice(None, min(wanted.ready_at(u) for u in able) - now)
         best = min(
             ready,
             key=lambda u: (
@@ -259,7 +291,7 @@ class Upstreams:
         here_s = (wanted.size - received) * elapsed_s / max(received, 1)
         others = [
             u.expected_s(now, wanted.size)
-            for u in self.all
+            for u in self._able(now, wanted)
             if u is not upstream
             and u.rate is not None
             and wanted.ready_at(u) <= now
@@ -267,6 +299,10 @@ class Upstreams:
             and u not in wanted.shunned
         ]
         return here_s > SLOW_AFTER_S + 3 * min(others, default=math.inf)
+
+    def _able(self, now: float, wanted: Wanted) -> list[Upstream]:
+        """Return the servers that may be asked for it at all."""
+        return [u for u in self.all if not u.stranger or (wanted.size and not u.distrusted_until)]
 
     def faults(self) -> str:
         """Return the last fault of each server, for a message."""
@@ -320,7 +356,7 @@ class Requester:
         """
         started = time.monotonic()
         wanted = Wanted(size)
-        servers = self.upstreams.all
+        servers = set(self.upstreams.own)
         while (upstream := await self._next(wanted, deadline)) is not None:
             attempt = upstream.started(time.monotonic(), size)
             try:
@@ -328,7 +364,7 @@ class Requester:
             except Fault as fault:
                 upstream.failed(time.monotonic(), fault, what, _LOG)
                 wanted.failed(time.monotonic(), upstream, fault)
-                if not keep_asking and len(wanted.missing) == len(servers):
+                if not keep_asking and wanted.missing.keys() >= servers:
                     break
             else:
                 upstream.succeeded()

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,15 @@ class CoordinatorClient:
         return self._http.opened(
             data, documents.open_site, coordinators=self.roles().coordinator, run=self._run
         )
+
+    def register_relay(self, url: str) -> dict[str, Any]:
+        """Register a relay, or say that it still serves; to be called every minute.
+
+        Returns:
+            `listed`; the `reason` if not; `bytes_per_s` as measured.
+        """
+        answer = self._post("/v1/relays", {"url": url}).content
+        return self._http.opened(answer, partial(parse_object, max_bytes=MAX_ANSWER_BYTES))
 
     def heartbeat(self, state: Mapping[str, Any]) -> None:
         """Send a heartbeat with what the process has done since its start.

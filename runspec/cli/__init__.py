@@ -88,6 +88,7 @@ _RUNS = {
     "here.",
     "machines.join": "Samples for somebody's run with this machine, until it is finished or "
     "Ctrl-C.",
+    "relay.relay": "Serves weights of somebody's run from this machine, until Ctrl-C.",
     "workers.invite": "Prints a join link by which so many keys may register, lists such links, or "
     "revokes one.",
     "workers.workers": "Lists a run's workers: standing, reputation, credits.",

@@ -200,7 +200,7 @@ def join_command(
 ) -> int:
     """Joins a run and works for it; returns the exit code: 0 when it is finished, or left."""
     try:
-        whole = _whole(parse_join_link(link), link, public_key, run)
+        whole = whole_link(parse_join_link(link), link, public_key, run)
         return _join(whole, key, pool, folder, check=check)
     except KeyboardInterrupt:  # while still preparing: nothing is held
         say("left before any work was taken")
@@ -221,7 +221,7 @@ def _join(
     from verify.client import CoordinatorClient  # it needs them
 
     assert link.run is not None and link.root is not None, "the link is whole"
-    folder, key = (folder or FOLDER / link.run).absolute(), _key(key_file)
+    folder, key = (folder or FOLDER / link.run).absolute(), own_key(key_file)
     client = CoordinatorClient(
         link.coordinator, key, run=link.run, root_public_key=link.root, deadline_s=PERSON_S
     )
@@ -360,8 +360,8 @@ def _answer(url: str) -> dict[str, Any]:
     return parse_object(answer.content, max_bytes=_MAX_STATUS_BYTES)
 
 
-def _whole(link: JoinLink, text: str, public_key: str | None, run: str | None) -> JoinLink:
-    """The link with what the options say; the run's name is asked of the coordinator if need be."""
+def whole_link(link: JoinLink, text: str, public_key: str | None, run: str | None) -> JoinLink:
+    """Return the link with what the options say; the coordinator is asked for a missing name."""
     root = link.root or public_key
     if root is None:
         raise UserError(
@@ -377,8 +377,8 @@ def _whole(link: JoinLink, text: str, public_key: str | None, run: str | None) -
     return replace(link, run=run, root=root)
 
 
-def _key(path: Path) -> SigningKey:
-    """The volunteer's key; made on first use, readable by its owner alone."""
+def own_key(path: Path) -> SigningKey:
+    """Return the volunteer's key, made on first use, readable by its owner alone."""
     if not path.exists():
         with suppress(FileExistsError):  # another join was quicker
             SigningKey.generate().save(path)

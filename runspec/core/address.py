@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, quote, urlsplit
 
@@ -166,6 +166,13 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
+
+
+def is_public(address: str) -> bool:
+    """Return whether an IP address is one of the public Internet; one may be inside another."""
+    found = ip_address(address.partition("%")[0])
+    inner = (found.ipv4_mapped or found.sixtofour) if isinstance(found, IPv6Address) else None
+    return is_public(str(inner)) if inner else found.is_global and not found.is_multicast
 
 
 def server_urls(spec: RunSpec) -> dict[tuple[str, ...], str]:

@@ -11,6 +11,7 @@ event loop or a process that ends waits for the threads of an executor, but not 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import math
 import re
@@ -27,6 +28,8 @@ from typing import Any
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.client_proto import ResponseHandler
+
+from runspec.core.address import is_public
 
 _Found = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]]
 
@@ -268,14 +271,26 @@ class _Protocol(ResponseHandler):
             self.transport.abort()
 
 
-def new_session(*, tls: ssl.SSLContext | bool = True, **options: Any) -> aiohttp.ClientSession:
+def _public_socket(where: tuple[Any, ...]) -> socket.socket:
+    """Return a socket for an address of `getaddrinfo`; what it connects to is what is checked."""
+    family, kind, protocol, _, address = where
+    if not is_public(address[0]):
+        raise OSError(errno.EACCES, f"{address[0]} is no public address")
+    return socket.socket(family, kind, protocol)
+
+
+def new_session(
+    *, tls: ssl.SSLContext | bool = True, public_only: bool = False, **options: Any
+) -> aiohttp.ClientSession:
     """Returns connections that keep no cookies and decompress nothing.
 
     Args:
         tls: how https servers are checked; True: by the system's trust.
+        public_only: connect to public addresses only, whatever name or number a URL has.
         options: other arguments of `aiohttp.ClientSession`.
     """
-    connector = aiohttp.TCPConnector(limit=64, ssl=tls, resolver=Resolver())
+    factory = _public_socket if public_only else None
+    connector = aiohttp.TCPConnector(limit=64, ssl=tls, resolver=Resolver(), socket_factory=factory)
     protocol: Any = partial(_Protocol, loop=asyncio.get_running_loop())
     connector._factory = protocol  # noqa: SLF001 - no public way to name the protocol
     return aiohttp.ClientSession(

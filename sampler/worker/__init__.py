@@ -68,6 +68,9 @@ def work(
         ).start()
         versions = Versions(WeightsLocation.of(role), spec.verify.lease_timeout, log)
         up.enter_context(closing(versions))
+        if (volunteers := spec.broadcast.volunteers) != "none":
+            public_only = volunteers == "public"
+            versions.follow(lambda: client.site().relays, public_only=public_only)
         version, path = versions.first()
         data = problem_files(client, spec, WeightsLocation.of(role), log)
         tasks = up.enter_context(closing(load_task_set(spec, path, data)))

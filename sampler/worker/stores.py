@@ -15,7 +15,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -163,6 +163,7 @@ _POLL_S = 20.0
 """Seconds that one request for a newer version stays open."""
 _RETRY_S = 1.0
 _JOIN_S = 0.05
+DIRECTORY_EVERY_S = 120.0
 
 
 class VersionWatch(ABC):
@@ -188,6 +189,7 @@ class VersionWatch(ABC):
         self.newest = -1
         """The newest version that was taken in; -1 if there is none."""
         self._stop = threading.Event()
+        self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="versions", daemon=True)
 
     @abstractmethod
@@ -200,13 +202,35 @@ class VersionWatch(ABC):
 
     def close(self) -> None:
         """End the watch and close the connections."""
-        self._stop.set()
+        with self._ending:
+            self._stop.set()
         while self._thread.is_alive():  # it may send another request before it checks `_stop`
             for client in (self._news, self._client):
                 client.cancel()
             self._thread.join(_JOIN_S)
         for client in (self._news, self._client):
             client.close()
+
+    def follow(self, directory: Callable[[], Collection[str]], *, public_only: bool) -> None:
+        """Fetch chunks from relays of volunteers too, which a thread asks for now and then.
+
+        Args:
+            directory: returns their URLs, or raises UserError.
+            public_only: connect to public addresses only.
+        """
+
+        def work() -> None:
+            while not self._stop.is_set():
+                try:
+                    urls = directory()
+                    with self._ending:
+                        if not self._stop.is_set():
+                            self._client.set_volunteers(urls, public_only=public_only)
+                except UserError as error:
+                    self._log.warning("relays of volunteers: %s", error)
+                self._stop.wait(DIRECTORY_EVERY_S)
+
+        threading.Thread(target=work, name="volunteers", daemon=True).start()
 
     def _watch(self) -> None:
         while not self._stop.is_set():

@@ -42,6 +42,8 @@ class FakeRelay:
     def __init__(self, folder: Path) -> None:
         self.paths: list[str] = []
         """Paths asked for, in order."""
+        self.heads: list[bytes] = []
+        """Heads of these requests."""
         self._folder = folder
         self._script: list[tuple[str, Answer]] = [("", honest)]
         self._stopping = threading.Event()
@@ -65,6 +67,7 @@ class FakeRelay:
         while not ended and (request := peer.read_request()):
             path = request.split(b" ", 2)[1].decode()
             self.paths.append(path)
+            self.heads.append(request)
             file = self._folder / path.partition("?")[0].lstrip("/")
             truth = file.read_bytes() if file.is_file() else None
             chosen = [answer for part, answer in self._script if part in path][-1]

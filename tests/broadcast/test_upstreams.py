@@ -17,6 +17,7 @@ from broadcast.upstreams import (
     AHEAD,
     BUSY_S,
     DISTRUST_S,
+    MOST_STRANGERS,
     RECENT_S,
     SLOW_AFTER_S,
     Choice,
@@ -326,3 +327,32 @@ def test_a_server_is_used_again_when_it_is_back() -> None:
     before = played.run(100).served["1"]
     played.rates[1] = 100 * MB
     assert played.run(60).served["1"] - before > 0.3 * 60 * 100 * MB / CHUNK
+
+
+class TestStrangers:
+    def test_each_client_draws_some_by_lot_and_keeps_them(self) -> None:
+        urls, drawn = {"own", *(f"relay-{n}" for n in range(20))}, set[str]()
+        for _ in range(100):
+            upstreams = Upstreams(["own"], MOST)
+            upstreams.set_strangers(urls)
+            used = {each.url for each in upstreams.all if each.stranger}
+            assert len(used) == MOST_STRANGERS and "own" not in used
+            upstreams.set_strangers(urls)
+            assert {each.url for each in upstreams.all if each.stranger} == used
+            drawn |= used
+        assert drawn == urls - {"own"}
+
+    def test_they_are_asked_for_chunks_only_and_removed_once_idle(self) -> None:
+        upstreams = Upstreams(["own"], MOST)
+        upstreams.set_strangers(["stranger"])
+        own, stranger = upstreams.all
+        own.started(0.0, 0)
+        assert upstreams.choose(0.0, Wanted()).upstream is own
+        assert upstreams.choose(0.0, Wanted(CHUNK)).upstream is stranger
+        attempt = stranger.started(0.0, CHUNK)
+        attempt.received = 5
+        upstreams.set_strangers([])
+        assert upstreams.all == [own, stranger]
+        stranger.ended(1.0, attempt)
+        upstreams.set_strangers([])
+        assert (upstreams.all, upstreams.removed_bytes) == ([own], 5)

@@ -40,6 +40,7 @@ from verify.coordinator.handlers.judging import Judging
 from verify.coordinator.handlers.leasing import Leasing
 from verify.coordinator.handlers.operator import Operator
 from verify.coordinator.handlers.public import Evaluations, SiteHandlers, Status
+from verify.coordinator.handlers.relays import Relays
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.ledger import open_ledger
 from verify.coordinator.machine import events, filling
@@ -95,11 +96,13 @@ async def serve(
     backlog = Backlog(journal, spec.verify.backlog)
     run = RunContext(journal, spec, key, roles, authentication, backlog)
     islands = None if journal.state.policy.islands is None else Islands(run)
-    site = SiteHandlers(run, roles_document, public_weights or [weights])
+    relays = Relays(run, limiter)
+    site = SiteHandlers(run, roles_document, public_weights or [weights], relays)
     server = Server(
         [
             *site.routes(),
-            *Status(run).routes(),
+            *Status(run, relays).routes(),
+            *relays.routes(),
             *Evaluations(run).routes(),
             *Operator(run).routes(),
             *Judging(run).routes(),

@@ -9,7 +9,7 @@ its results. docs/coordinator.md says what a page of the run is given.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
@@ -36,6 +36,7 @@ from runspec.core.signed import (
 
 SITE_KIND = "site"
 MAX_FILES = 4096
+MAX_RELAYS = 64
 MAX_SITE_BYTES = 2 * 1024 * 1024
 SPEC_KIND = "spec"
 MAX_SIGNED_SPEC_BYTES = MAX_SPEC_BYTES + 4 * 1024
@@ -80,6 +81,8 @@ class Site:
     files: Annotated[list[SiteFile], Field(max_length=MAX_FILES)]
     data: Literal[""] | Digest
     """`runspec.core.schema.source_files.data_digest` there; empty if the coordinator has none."""
+    relays: Annotated[list[Url], Field(max_length=MAX_RELAYS)] = field(default_factory=list)
+    """Relays of volunteers that serve now, for chunks alone; the fastest first."""
 
 
 _SITE = TypeAdapter(Site)

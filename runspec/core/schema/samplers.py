@@ -152,6 +152,9 @@ class Broadcast(fields.Block):
     """The publisher's server."""
     relays: Annotated[list[Relay], fields.SITE] = []
     """Servers between origin and workers; merged by name."""
+    volunteers: Literal["none", "public", "any"] = "none"
+    """Relays of strangers (`runspec relay`) that may serve chunks to workers: none, those at public
+    addresses, or those at private addresses too, for one campus."""
 
 
 class Thresholds(fields.Block):

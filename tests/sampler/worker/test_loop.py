@@ -19,6 +19,7 @@ from runspec.core.process import RunStopped
 from runspec.core.signed import SigningKey
 from sampler import worker
 from sampler.engine.engine import EngineDied
+from sampler.worker import stores
 from sampler.worker import worker as worker_module
 from sampler.worker.rollouts import (
     MAX_SAMPLING,
@@ -32,7 +33,7 @@ from sampler.worker.rollouts import (
 )
 from sampler.worker.stores import Meter, Versions
 from tests.broadcast.conftest import ModelVersions, Run
-from tests.broadcast.fake_relay import Request, held_until
+from tests.broadcast.fake_relay import Request, held_until, not_there
 from tests.figures import figures_of
 from tests.sampler.worker.works import LENGTH, LOG, LONG_S, site_of
 from tests.verify.coordinator.deployment import tiny_spec
@@ -471,6 +472,22 @@ def test_what_the_next_delta_starts_from_is_never_removed(run, versions, caplog)
     assert "version 3 fetched from held version 2 and deltas 3" in caplog.text
     made = (run.folder / "own" / "weights" / "v3" / "model.safetensors").read_bytes()
     assert made == model.files(3)["model.safetensors"]
+
+
+def test_chunks_come_from_volunteers_whom_the_directory_names(run, server, versions, monkeypatch):
+    monkeypatch.setattr(stores, "DIRECTORY_EVERY_S", 0.01)
+    ModelVersions(run).publish(0)
+    server.answer("/chunks/", not_there)
+    volunteer, tries = run.static(), iter(range(2))
+
+    def directory() -> list[str]:
+        if next(tries, None) is not None:
+            raise UserError("the coordinator is away")
+        return [volunteer.url]
+
+    versions.follow(directory, public_only=False)
+    versions.first()
+    assert volunteer.asked() == len(volunteer.paths) > 0
 
 
 # -- Heartbeats ------------------------------------------------------------------------------------

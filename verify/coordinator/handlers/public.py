@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Generic, TypeVar
 
 from aiohttp import web
@@ -31,6 +31,7 @@ from runspec.core.run_files import EVALUATIONS_NAME, evaluation_file, evaluation
 from runspec.core.schema.source_files import data_digest, file_digest, source_files
 from runspec.core.signed import BadSignature
 from verify.coordinator.handlers import RunContext, islands, workers
+from verify.coordinator.handlers.relays import Relays
 from verify.coordinator.machine.filling import needed_groups, tried_groups
 from verify.coordinator.machine.leases import LeaseRecord
 from verify.coordinator.machine.stalls import waited_for
@@ -86,10 +87,11 @@ class Status(Collector):
 
     Args:
         run: the run.
+        relays: relays of volunteers.
     """
 
-    def __init__(self, run: RunContext) -> None:
-        self._run, self._journal = run, run.journal
+    def __init__(self, run: RunContext, relays: Relays) -> None:
+        self._run, self._journal, self._relays = run, run.journal, relays
         registry = CollectorRegistry()
         self.report = Cache(self._of_now).get
         """Returns the status, whose size does not grow with the number of workers; times are
@@ -170,6 +172,7 @@ class Status(Collector):
             },
             "rejected_submissions": sum(w.standing.rejected for w in state.workers.values()),
             "islands": islands.report(state, run.islands, now),
+            "relays": self._relays.report(),
         }
 
     def collect(self) -> Iterator[Metric]:
@@ -257,10 +260,14 @@ class SiteHandlers:
         run: the run.
         roles: the signed roles.json.
         weights: public URLs of relays and origin.
+        relays: relays of volunteers.
     """
 
-    def __init__(self, run: RunContext, roles: bytes, weights: Sequence[str]) -> None:
-        self._run, self._weights = run, list(weights)
+    def __init__(
+        self, run: RunContext, roles: bytes, weights: Sequence[str], relays: Relays
+    ) -> None:
+        self._run, self._weights, self._relays = run, list(weights), relays
+        self._signed: tuple[documents.Site, bytes] | None = None
         self._documents = {"spec": documents.sign_spec(run.spec, run.key), "roles": roles}
         self._ready = asyncio.ensure_future(asyncio.to_thread(self._look))
 
@@ -279,10 +286,13 @@ class SiteHandlers:
         return web.Response(body=body, content_type="application/json")
 
     async def _site(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(body=await self._signed_site(), content_type="application/json")
+        site = replace(await self._known_site(), relays=self._relays.listed())
+        if self._signed is None or self._signed[0] != site:
+            self._signed = site, documents.sign_site(site, self._run.key)
+        return web.Response(body=self._signed[1], content_type="application/json")
 
-    async def _signed_site(self) -> bytes:
-        """Return the signed site, once the files are hashed.
+    async def _known_site(self) -> documents.Site:
+        """Return the site without relays of volunteers, once the files are hashed.
 
         Raises:
             Refusal: a file was removed meanwhile.
@@ -290,7 +300,7 @@ class SiteHandlers:
         with refusing(404, OSError, what="the data cannot be read: "):
             return await asyncio.shield(self._ready)
 
-    def _look(self) -> bytes:
+    def _look(self) -> documents.Site:
         spec, files, digest = self._run.spec, list[documents.SiteFile](), ""
         try:
             if spec.supervised is None:  # else nobody trains on its documents elsewhere
@@ -299,9 +309,7 @@ class SiteHandlers:
             # Workers with a copy of the data still work; workers without it fail with a message.
             _log.warning("the site lists no data: %s", error)
             files = []
-        return documents.sign_site(
-            documents.Site(spec.name, self._weights, files, digest), self._run.key
-        )
+        return documents.Site(spec.name, self._weights, files, digest)
 
     def _files(self) -> list[documents.SiteFile]:
         files = []
