@@ -18,6 +18,7 @@ from runspec.cli.checks import sound_spec
 from runspec.core.errors import UserError, duration, number
 from runspec.core.files import write_atomic
 from runspec.core.models.family import model_config
+from runspec.estimate.broadcast import relays_needed
 from runspec.local.machine import module_is_installed
 from runspec.local.plots import Curve, Figure, draw
 from runspec.simulate.population import read_swarm
@@ -49,11 +50,20 @@ def simulate_command(
         )
     population = read_swarm(swarm) if swarm is not None else None
     spec = sound_spec(files)
-    result = simulate(spec, model_config(spec, files.path.parent), population, seed=seed)
+    config = model_config(spec, files.path.parent)
+    result = simulate(spec, config, population, seed=seed)
     if as_json:
         print(json.dumps(result.to_json(), indent=2))
     else:
-        show_result(spec.name, result, Console(highlight=False))
+        console = Console(highlight=False)
+        show_result(spec.name, result, console)
+        workers, per_hour = sum(group.workers for group in result.groups), result.steps_per_hour
+        if config is not None and per_hour:
+            relays, upload = relays_needed(spec, config, workers, 3600.0 / per_hour)
+            link = f"{upload / 1e9:g} Gbit/s each"
+            _say(
+                console, f"relays that send {workers:,} workers a version a step: {relays}, {link}"
+            )
     if plot is not None:
         write_atomic(plot, page(spec.name, result).encode())
     return 1 if result.ended == "stalled" else 0

@@ -51,7 +51,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from math import inf, log2, prod
+from math import ceil, inf, log2, prod
 from typing import NamedTuple
 
 from bridge.weight_map import file_header, hf_shapes, plan_shards
@@ -159,6 +159,22 @@ def _children(spec: RunSpec) -> Iterator[_Child]:
 
 def _node(name: str) -> str:
     return ORIGIN if name == ORIGIN else f"relay-{name}"
+
+
+ASSUMED_UPLOAD = 1e9
+"""Bits/s of a relay's link, where the spec declares none."""
+
+
+def relays_needed(
+    spec: RunSpec, config: ModelConfig, workers: int, within_s: float
+) -> tuple[int, float]:
+    """Return how many relays send a version to all workers in a time, and their upload in bits/s.
+
+    A relay with the least declared upload B serves B T / S workers that fetch S bytes within T.
+    """
+    upload = min((r.upload for r in spec.broadcast.relays if r.upload), default=ASSUMED_UPLOAD)
+    size = version_size(spec, config).follower
+    return ceil(workers * size / (upload / 8 * within_s)), upload
 
 
 def link_rate(bits_s: float | None) -> float:

@@ -115,9 +115,14 @@ at all of them, so polls of new workers (`Rank`) have a limit together.
 
 
 class Limiter:
-    """Counts requests against `RATES` and `AT_ONCE`."""
+    """Counts requests against `RATES` and `AT_ONCE`.
 
-    def __init__(self) -> None:
+    Args:
+        crowd: by how much the limits of one address are multiplied.
+    """
+
+    def __init__(self, crowd: float = 1.0) -> None:
+        self._crowd = crowd
         self._buckets = {scope: TokenBuckets() for scope in ("key", "address", "all")}
         """By scope, so that many addresses do not crowd out keys."""
         self._at_once: Counter[Hashable] = Counter()
@@ -131,7 +136,7 @@ class Limiter:
         """
         waits = [0.0]
         for name in names:
-            rate = RATES[name.scope, name.kind]
+            rate = self._rate(name)
             longest_s = (rate.burst - 1) / rate.per_s
             waits.append(self._buckets[name.scope].wait_s(name, longest_s, now))
         return max(waits)
@@ -145,13 +150,21 @@ class Limiter:
         wait_s = self.wait_s(*names, now=now)
         if wait_s == 0.0:
             for name in names:
-                cost_s = 1.0 / RATES[name.scope, name.kind].per_s
+                cost_s = 1.0 / self._rate(name).per_s
                 self._buckets[name.scope].take(name, cost_s, now)
         return wait_s
 
     def at_once(self, *names: Name) -> AbstractContextManager[bool]:
         """Count something for all names within a block; gives whether each of them allows it."""
-        return at_once(self._at_once, {name: AT_ONCE[name.scope, name.kind] for name in names})
+        most = {name: AT_ONCE[name.scope, name.kind] * self._times(name) for name in names}
+        return at_once(self._at_once, {name: int(limit) for name, limit in most.items()})
+
+    def _rate(self, name: Name) -> Rate:
+        rate, times = RATES[name.scope, name.kind], self._times(name)
+        return Rate(rate.per_s * times, int(rate.burst * times))
+
+    def _times(self, name: Name) -> float:
+        return self._crowd if name.scope == "address" else 1.0
 
 
 def count_new_key(limiter: Limiter, state: State, address: str, *, now: float) -> None:

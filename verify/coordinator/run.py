@@ -91,7 +91,7 @@ async def serve(
     journal = Journal(run_dir, Policy.of(spec), ledger=ledger)
     own = read_own_workers(run_dir / "keys")
     mine = [own[name] for name in worker_names(spec) if name in own]
-    limiter, proxies = Limiter(), networks(spec.verify.proxies)
+    limiter, proxies = Limiter(spec.verify.crowd), networks(spec.verify.proxies)
     authentication = Authentication(journal, RequestChecker(spec.name), limiter, roles, proxies)
     backlog = Backlog(journal, spec.verify.backlog)
     run = RunContext(journal, spec, key, roles, authentication, backlog)

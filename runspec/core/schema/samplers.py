@@ -254,6 +254,9 @@ class Verify(fields.Block):
     """Addresses of reverse proxies before the coordinator, like 10.0.0.7 or 10.0.0.0/24. Of these
     alone it believes `X-Forwarded-For`, by which it bounds the requests of each address; without
     them all that come through a proxy share the bounds of the proxy's."""
+    crowd: Annotated[float, Field(ge=1.0, le=1000.0), fields.RESTART] = 1.0
+    """By how much the limits of one address are multiplied, of requests and of new keys, where many
+    workers share one (docs/public-runs.md)."""
     profiles: list[CalibrationProfile] = []
     """Signed profiles of calibrated limits, each for a pool's engine and precision and for devices
     of a worker; pairs that none covers have the published limits; merged by name."""

@@ -153,6 +153,16 @@ def test_followers_fetch_deltas_and_joiners_an_anchor_too():
     assert deltas.joiner == deltas.whole + 9 * deltas.delta
 
 
+def test_relays_are_as_many_as_send_a_version_to_all_workers_in_time():
+    # given relays of 400 Mbit/s and 1 Gbit/s, of which the slower one counts
+    links = "broadcast.relays=[{name: a, upload: 400Mbit/s}, {name: b, upload: 1Gbit/s}]"
+    spec, config = shipped(links)
+    each_s = broadcast.version_size(spec, config).follower / (400e6 / 8)
+    assert broadcast.relays_needed(spec, config, 1000, 100 * each_s) == (10, 400e6)
+    assert broadcast.relays_needed(spec, config, 1001, 100 * each_s) == (11, 400e6)
+    assert broadcast.relays_needed(BASE, QWQ, 10, 1e9)[1] == broadcast.ASSUMED_UPLOAD
+
+
 @pytest.mark.parametrize(
     ("overrides", "share", "source"),
     [

@@ -68,6 +68,23 @@ def test_no_window_sees_more_than_the_rate_and_who_returns_when_told_is_served(g
             assert last - first + 1 <= rate.burst + rate.per_s * window + 1e-6
 
 
+@pytest.mark.parametrize(("scope", "times"), [("address", 3), ("key", 1), ("all", 1)])
+def test_a_crowd_raises_the_limits_of_one_address_alone(scope: Any, times: int):
+    limiter = Limiter(3.0)
+    for kind in (kind for of, kind in RATES if of == scope):
+        name, burst = Name(scope, kind, "crowded"), RATES[scope, kind].burst * times
+        assert [limiter.take(name, now=0.0) for _ in range(burst)] == [0.0] * burst
+        wait_s = limiter.take(name, now=0.0)
+        assert wait_s == pytest.approx(1.0 / (RATES[scope, kind].per_s * times))
+    for kind in (kind for of, kind in AT_ONCE if of == scope):
+        with ExitStack() as held:
+            most = AT_ONCE[scope, kind] * times
+            allowed = [
+                held.enter_context(limiter.at_once(Name(scope, kind))) for _ in range(most + 1)
+            ]
+        assert allowed == [*[True] * most, False]
+
+
 @pytest.mark.parametrize(("scope", "kind"), AT_ONCE)
 def test_only_so_many_of_a_name_go_on_at_once(scope: Any, kind: Any):
     limiter, most = Limiter(), AT_ONCE[scope, kind]
