@@ -69,7 +69,14 @@ ATTACKING = 1 << 20
 ENOUGH = 0.999
 RATE = 1e-5
 """Of honest rollouts that calibrated limits may reject."""
-SAMPLING_LIMITS = ("logprob_submission", "logprob_rollout", "gap", "gap_max")
+SAMPLING_LIMITS = (
+    "logprob_submission",
+    "logprob_rollout",
+    "gap",
+    "gap_share",
+    "gap_max",
+    "gap_mean",
+)
 VARIANTS = ("own", "validator's", "calibrated")
 
 
@@ -91,6 +98,8 @@ class Plan:
     """Submissions of each size."""
     rollouts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Of a submission."""
+    looser: bool = False
+    """Whether calibrated limits may be above the published ones."""
     workers: int = 1000
     """Whose submissions together are looked at."""
     submissions: int = 400
@@ -102,7 +111,7 @@ PLANS = {
     "128": Plan(1792, 128, 4, 128, 6),
     "256": Plan(192, 32, 2, 32, 6),
 }
-PRETRAINED = Plan(128, 16, 2, 16, 4, rollouts=(1, 2, 4, 8, 16))
+PRETRAINED = Plan(128, 16, 2, 16, 4, rollouts=(1, 2, 4, 8, 16), looser=True)
 QUICK = Plan(128, 16, 2, 64, 2, trials=100, rollouts=(1, 8), workers=10, submissions=10)
 QUICK_SIZE = Size(32, 1, 40, 8, 3e-3)
 
@@ -145,7 +154,8 @@ class Bench:
                         measured[pair].take(pairs, site.limits)
                 else:
                     if pair not in self.calibrated:
-                        self.calibrated[pair] = calibrated(measured[pair], site.limits)
+                        derived = calibrated(measured[pair], site.limits, looser=plan.looser)
+                        self.calibrated[pair] = derived
                     limits = self.calibrated[pair]
                     again[pair].append(rows_of(replace(subject, limits=limits)))
                 site.engine.forget()
@@ -263,9 +273,9 @@ def judged(
     return subject, reasons
 
 
-def calibrated(measured: Measurements, published: Limits) -> Limits:
-    """As `python -m verify calibrate` derives them."""
-    return derive(measured, published, rate=RATE, allow_looser=False).limits
+def calibrated(measured: Measurements, published: Limits, *, looser: bool) -> Limits:
+    """As `python -m verify calibrate` derives them, with `--allow-looser` where `looser`."""
+    return derive(measured, published, rate=RATE, allow_looser=looser).limits
 
 
 def calibrated_row(rows: Rows, limits: Limits) -> dict[str, Any]:
