@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,6 +157,19 @@ class TestProbes:
         assert register(site, fake.url, key)[1]["reason"] == "status 500 for manifest.json"
         monkeypatch.setattr(relays, "LISTED_S", 0.0)  # time passes
         assert listed(site) == []
+
+
+def test_one_that_sleeps_is_probed_ever_more_rarely(relay, monkeypatch):
+    site, fake = relay
+    monkeypatch.setattr(relays, "PROBE_EVERY_S", 1000.0)
+    monkeypatch.setattr(relays, "LONGEST_S", 1e9)
+    key = SigningKey.generate()
+    fake.answer("", fake_relay.server_error)
+    for now_s in (0.0, 1500.0, 2500.0, 5500.0, 6500.0):  # due at 0, 2000, 6000
+        clock = SimpleNamespace(monotonic=lambda now_s=now_s: 1e6 + now_s)
+        monkeypatch.setattr(relays, "time", clock)
+        register(site, fake.url, key)
+    assert fake.asked("manifest") == 3
 
 
 def test_what_lists_them_is_signed_by_the_coordinator(relay):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from dataclasses import dataclass
@@ -37,8 +38,10 @@ MOST_REFUSED = 8192
 LISTED_S = 150.0
 """Seconds for which a probe counts: a relay registers every minute."""
 PROBE_EVERY_S = 30.0
-"""Least number of seconds between two probes of a relay."""
-AT_ONCE = 4
+"""Least number of seconds between two probes of a relay; each failure in a row doubles it, so that
+those that sleep leave the others their turn."""
+LONGEST_S = 900.0
+AT_ONCE = 8
 _DEADLINE_S = 15.0
 """Seconds for the manifest, and for the chunk. A relay that needs more helps nobody."""
 _MAX_MANIFEST_BYTES = 16 * 1024 * 1024
@@ -57,7 +60,10 @@ class _Relay:
     """Bytes per second at the last good probe."""
     good: float = 0.0
     """Time of the last good probe; 0: none."""
-    probed: float = 0.0
+    due: float = 0.0
+    """Time from which it is probed again."""
+    failures: int = 0
+    """In a row."""
     reason: str = "not probed yet"
     """Why the last probe was not good."""
 
@@ -102,9 +108,13 @@ class Relays:
             raise Refusal(403, "a key with a role cannot be a relay's")
         relay = self._relay_of(asked)
         async with self._turn:
-            if time.monotonic() >= relay.probed + PROBE_EVERY_S:
-                relay.probed = time.monotonic()
-                await self._probe(relay)
+            if time.monotonic() >= relay.due:
+                relay.due = math.inf
+                try:
+                    await self._probe(relay)
+                finally:
+                    pause_s = min(PROBE_EVERY_S * 2.0 ** min(relay.failures, 20), LONGEST_S)
+                    relay.due = time.monotonic() + pause_s
         listed = relay.url in self.listed()
         return {"listed": listed, "reason": relay.reason, "bytes_per_s": relay.rate}
 
@@ -145,9 +155,9 @@ class Relays:
         try:
             async with new_session(public_only=public_only) as session:
                 relay.rate = await self._measured(session, relay, newest)
-            relay.good, relay.reason = time.monotonic(), ""
+            relay.good, relay.reason, relay.failures = time.monotonic(), "", 0
         except (NoAnswer, MalformedJson) as error:
-            relay.reason = one_line(str(error), 200)
+            relay.reason, relay.failures = one_line(str(error), 200), relay.failures + 1
         except BadSignature as error:
             relay.reason, relay.good = str(error), 0.0
             _log.warning("relay %s of %s is refused: %s", relay.url, relay.key[:16], error)

@@ -50,11 +50,10 @@ class WorkerRegistered(Event):
 
 @dataclass(frozen=True)
 class ProbationChanged(Event):
-    """A profile that covers a worker's devices came or went (`verify.uncalibrated`)."""
+    """A profile that covers a worker's devices came, or went (`on`; see `verify.uncalibrated`)."""
 
     worker: str
     on: bool
-    """Whether its accepted work is not trained on from now on."""
 
 
 @dataclass(frozen=True)
