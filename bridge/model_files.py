@@ -1,23 +1,26 @@
 """Hugging Face directories of versions: how one is written, and checked against its manifest.
 
 The base of the prefill engines, which fetches and loads the versions that leases may name, is here
-too, and the fetch of the problems' files.
+too, and how the problems' files are published and fetched.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from time import monotonic
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from bridge.safetensors_io import wrong_tensor
 from broadcast.client import WeightsClient
 from broadcast.layout import TENSORS_NAME, data_run
 from broadcast.manifest import FILE_NAME, MAX_BYTES, WeightsManifest, open_manifest
+from broadcast.store import publish_data
 from runspec.core.canonical import digest_file
 from runspec.core.errors import UserError, one_line
 from runspec.core.files import Folder, new_directory, read_bounded
@@ -26,6 +29,7 @@ from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.roles import issued_at, open_roles
 from runspec.core.run_files import versions_in
 from runspec.core.schema import RunSpec
+from runspec.core.schema.source_files import file_digest, source_files
 from runspec.core.signed import BadSignature
 from verify.formats.documents import SiteFile
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation
@@ -255,6 +259,30 @@ class VersionedPrefill(Generic[Policy]):
     ) -> list[PrefillOutput]:
         policy = self.get(version)
         return self._compute(policy, inputs, temperature=temperature, truncation=truncation)
+
+
+def publish_problems(
+    spec: RunSpec, store: Path, signing: Mapping[str, Any], log: logging.Logger
+) -> bool:
+    """Publish the files of a run's problems, by their digests; return whether there are any.
+
+    Args:
+        spec: of the run.
+        store: of its origin.
+        signing: key, roles and size of chunks, as `broadcast.store.publish_data` takes them.
+        log: receives why they cannot be published: who has a copy works all the same.
+    """
+    if spec.supervised is not None:  # nobody trains on its documents elsewhere
+        return False
+    try:
+        found = (source_files(source).values() for source in spec.data.sources)
+        files = {file_digest(path): path for path in chain(*found)}
+        if files:
+            publish_data(store, files, run=spec.name, **signing)
+    except (UserError, OSError) as error:
+        log.warning("the files of the problems are not published: %s", error)
+        return False
+    return bool(files)
 
 
 def fetch_data(

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ from prometheus_client.registry import Collector
 
 from bridge.conversion import export_checkpoint
 from bridge.delta import DamagedWeights, write_delta
+from bridge.model_files import publish_problems
 from bridge.safetensors_io import damage, recorded_digest
 from broadcast.layout import data_run, manifest_name, stored_versions
 from broadcast.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
 from broadcast.manifest import WeightsManifest, open_manifest
-from broadcast.store import DELTA_NAME, prune, publish, publish_data, refresh_latest
+from broadcast.store import DELTA_NAME, prune, publish, refresh_latest
 from runspec.core import run_files
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers
@@ -37,7 +38,6 @@ from runspec.core.http_server import counter, gauge
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.roles import RESIGN_EVERY_S
 from runspec.core.schema import RunSpec
-from runspec.core.schema.source_files import file_digest, source_files
 from runspec.core.signed import BadSignature, SigningKey
 
 POLL_S = 0.03
@@ -49,7 +49,6 @@ _MAX_THREADS = 8
 
 def publish_versions(publisher: Publisher, stop: threading.Event) -> None:
     """Publishes the versions of a run as they appear, until `stop` is set."""
-    publisher.publish_data()
     refreshed = -RESIGN_EVERY_S
     while not stop.is_set():
         publisher.publish_new()
@@ -91,20 +90,9 @@ class Publisher:
         run_files.clear_unfinished(self._weights, log)
         self._served: set[int] = set()
         self._runs = [spec.name]  # whose latest.json is signed again
+        if publish_problems(spec, self._store, self._signing, log):
+            self._runs.append(data_run(spec.name))
         self.figures = Published(self._served)
-
-    def publish_data(self) -> None:
-        """Publishes the files of the problems, for workers and validators that have no copy."""
-        if self._spec.supervised is not None:  # nobody trains on its documents elsewhere
-            return
-        try:
-            found = (source_files(source).values() for source in self._spec.data.sources)
-            files = {file_digest(path): path for path in chain(*found)}
-            if files:
-                publish_data(self._store, files, run=self._spec.name, **self._signing)
-                self._runs.append(data_run(self._spec.name))
-        except (UserError, OSError) as error:  # those with a copy work all the same
-            self._log.warning("the files of the problems are not published: %s", error)
 
     def publish_new(self) -> list[int]:
         """Publishes what lies in checkpoints/params and is not served yet; returns the versions."""

@@ -247,10 +247,9 @@ class Examiner:
             if requests:
                 # Outside all stages, because late weights are no fault of a submission.
                 ensure_weights(self._engine, version, digest)
-                sampling = self._pools[name].sampling
-                tau = self._limits.of(name, devices).limits.gap
-                # tau is how far two values may differ relative to each other, in choice and cut.
-                rule = Truncation(sampling.top_p, sampling.top_k, margin=tau)
+                sampling, judged = self._pools[name].sampling, self._limits.of(name, devices)
+                # How far two values may differ relative to each other, in choice and cut.
+                rule = Truncation(sampling.top_p, sampling.top_k, margin=judged.limits.gap)
                 with self._stages.of("prefill", *(c.subject.submission for c in alike)):
                     found = iter(
                         recompute(

@@ -52,7 +52,7 @@ class Run:
 
     def publish(self) -> None:
         """What a publisher does at its start."""
-        Publisher(self.site.run_dir, self.spec, LOG).publish_data()
+        Publisher(self.site.run_dir, self.spec, LOG)
 
     def serve(self, kind: Callable[..., object], *words: object, **options: object) -> Served:
         served = Served(lambda started: kind(*words, log=LOG, started=started, **options))  # type: ignore[arg-type,return-value]

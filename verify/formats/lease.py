@@ -44,8 +44,7 @@ class Lease:
     issued: Time
     expires: Time
     devices: str = ""
-    """The worker's, as it registered: with the pool they choose the limits of its checks. Empty:
-    those that the pool plans with (`verify.profile.devices_of`)."""
+    """The worker's (`verify.profile.devices_of`); with the pool they choose its checks' limits."""
 
     @cached_property
     def seed(self) -> bytes:

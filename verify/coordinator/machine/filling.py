@@ -4,8 +4,7 @@ The rules (docs/public-runs.md has the promise that they keep):
 - A lease names the newest published version v, and step s is leased only while
   s - v <= async_level. So steps overlap as far as the lag allows and no further.
 - A worker has a rank. The run's own workers and invited workers are known. Strangers that answered
-  their last leases are recorded. All other workers are new, and those in quarantine or on
-  probation.
+  their last leases are recorded. Others are new, and those in quarantine or on probation too.
 - Workers that wait for work are served by rank, then by who was served longest ago, however often
   they ask.
 - The lowest step that needs groups is leased first. A step relies on the leases of known and
@@ -155,21 +154,18 @@ def _most_groups(state: State, key: str) -> int:
 
 
 def _leasable_step(state: State, rank: Rank, now: float, ahead: int = 0) -> int | None:
-    """Return the lowest step that has groups for a rank, or must be opened for it; of these the
-    first that is so many steps ahead of the next to close, if there is one."""
+    """Return the lowest step with groups for a rank, or to open; one so far ahead, if any."""
     policy, newest, first = state.policy, state.newest, state.next_close
     if newest is None:
         return None
     end = min(policy.steps, newest.version + policy.async_level + 1)
     opened = [number for number in range(first, end) if number in state.steps]
-    may_open = len(opened) < end - first
+    unopened = state.next_step if len(opened) < end - first else None  # steps open in order
     found = [number for number in opened if leasable_groups(state, number, rank, now) > 0]
     if not found:
-        short = any(needed_groups(state, number) > 0 for number in opened)
-        return state.next_step if may_open and not short else None
-    nearest = None if may_open else found[0]
-    later = next((number for number in found if number >= first + ahead), nearest)
-    return state.next_step if later is None else later  # steps open in order
+        return None if any(needed_groups(state, n) > 0 for n in opened) else unopened
+    later = next((number for number in found if number >= first + ahead), unopened)
+    return found[0] if later is None else later
 
 
 def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Lease | None:
