@@ -304,6 +304,9 @@ class ShareFetcher:
     def _client(self, island: str, url: str) -> WeightsClient:
         with self._lock:
             if (island, url) not in self._clients:
+                for (other, _), client in self._clients.items():
+                    if other == island:  # it has moved: what its old server sent is held no more
+                        client.prune(set())
                 self._clients[island, url] = WeightsClient(
                     [url],
                     run=self._run,

@@ -74,6 +74,8 @@ READERS: dict[str, tuple[Readers, ...]] = {
     "verify.prefill_floor": ("coordinator", "validators"),
     "verify.newcomer_share": ("coordinator",),
     "verify.profiles": ("coordinator", "validators"),
+    "verify.loosest": ("coordinator", "validators"),
+    "verify.uncalibrated": ("coordinator",),
     "verify.thresholds": ("coordinator", "validators"),
     "verify.backlog": ("coordinator",),
     "verify.proxies": ("coordinator",),

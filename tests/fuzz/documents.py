@@ -56,13 +56,16 @@ def said(document: Any) -> dict[str, Any]:
 
 
 def as_read(document: Any, payload: dict[str, Any]) -> dict[str, Any]:
-    """Who holds a role is a set; a site's fields of later releases are passed over."""
+    """Who holds a role is a set; a site's fields of later releases are passed over; what may be
+    left out is as if it were empty."""
     match document:
         case roles.Roles():
             held = {name: sorted(set(keys)) for name, keys in payload["roles"].items()}
             return {**payload, "roles": held}
         case documents.Site():
-            return {name: payload[name] for name in asdict(document)}
+            return {name: payload.get(name, []) for name in asdict(document)}
+        case lease.Lease():
+            return {"devices": "", **payload}
         case manifest.WeightsManifest() | profile.Profile():
             return payload
         case _:

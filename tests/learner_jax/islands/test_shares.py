@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
@@ -134,6 +135,16 @@ def test_an_outer_state_comes_back_bit_for_bit(islands):
         with pytest.raises(BadObject, match=match) as caught:
             fetcher.fetch_outer(replace(stored, digest=wrong), size, WAIT_S)
         assert caught.value.place == url
+        fetcher.keep_only(0)  # else it holds the version that it refused
+
+
+def test_an_island_that_has_moved_may_offer_another_share_of_the_step(islands):
+    fetcher = islands.fetcher()
+    for seed in range(2):
+        shutil.rmtree(islands.folder / "a", ignore_errors=True)  # its new machine has no store yet
+        share = islands.offered("a", islands.serve("a"), seed=seed)
+        (found,) = fetcher.fetch_shares(4, [share], WAIT_S)
+        assert bytes(found) == share_of(seed)
 
 
 def test_an_object_of_another_size_is_refused_before_it_is_fetched(islands):
