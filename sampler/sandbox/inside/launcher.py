@@ -12,6 +12,7 @@ neither trace nor signal it. Its child becomes the program.
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import time
@@ -167,17 +168,22 @@ def remove_scratch(path: bytes) -> None:
     """Remove a scratch directory that a hostile program has filled; its writers are all dead.
 
     Any depth and any permissions; symbolic links are removed and never followed. Directories are
-    moved up before they are emptied, so that no path grows with the depth.
+    moved up before they are emptied, so that no path grows with the depth. Whoever started the
+    program may remove it at the same time.
     """
-    try:
-        top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return  # already removed
-    try:
-        _empty(top)
-        os.rmdir(path)
-    finally:
-        os.close(top)
+    while True:
+        try:
+            top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return  # already removed
+        try:
+            _empty(top)
+            os.rmdir(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                raise  # else another removes it too: look again
+        finally:
+            os.close(top)
 
 
 def _empty(top: int) -> None:

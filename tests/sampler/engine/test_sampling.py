@@ -84,9 +84,13 @@ def test_tokens_and_logprobs_are_of_the_scaled_and_truncated_softmax(
         tokens = result.output_tokens
         _, logits = reference.forward(list(request.prompt_tokens), tokens.tolist())
         scaled = logits.astype(np.float64) / temperature
-        left = np.where(kept(scaled, rule), scaled, -np.inf)
-        rows = np.arange(len(tokens))
-        differences.append(np.abs(result.logprobs - log_softmax(left)[rows, tokens]))
+        # One token more or less, where the cut lies within rounding of it.
+        cuts = (np.where(kept(scaled, rule, more=m), scaled, -np.inf) for m in (1e-4, -1e-4, 0.0))
+        rows, nearest = np.arange(len(tokens)), np.full(len(tokens), np.inf)
+        for left in cuts:
+            found = np.abs(result.logprobs - log_softmax(left)[rows, tokens])
+            nearest = np.minimum(nearest, found)
+        differences.append(nearest)
         sure.append(clear(scaled, rule))
         if seeded:
             noisy = left + noise(request, len(tokens))
@@ -95,7 +99,7 @@ def test_tokens_and_logprobs_are_of_the_scaled_and_truncated_softmax(
     assert np.concatenate(sure).mean() > 0.95
     found = np.concatenate(differences)[np.concatenate(sure)]
     # No token is outside of what is kept (inf), and the sums are over the same tokens.
-    assert found.mean() < 1e-5
+    assert found.mean() < 1e-5, np.sort(found)[-3:]
     assert found.max() < 1e-3
 
 

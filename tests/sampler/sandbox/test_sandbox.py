@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -221,6 +222,17 @@ def test_a_scratch_directory_goes_however_deep_and_closed(tmp_path):
     assert not top.exists()
     assert (outside / "kept").exists()
     launcher.remove_scratch(bytes(top))
+
+
+def test_two_may_remove_one_scratch_directory(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        for number in range(20):
+            top = tmp_path / str(number)
+            for name in range(30):
+                (top / "a" / str(name) / "b").mkdir(parents=True)
+                (top / str(name)).touch()
+            list(threads.map(launcher.remove_scratch, [bytes(top)] * 2))
+            assert not top.exists()
 
 
 # -- The launcher's side, on kernels that this machine has not -------------------------------------
