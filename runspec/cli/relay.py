@@ -101,6 +101,7 @@ def _register(client: CoordinatorClient, url: str) -> None:
 
 def words_of(answer: dict[str, Any]) -> str:
     """Return what the coordinator answered to a registration, for a person."""
-    if answer.get("listed") is True:
-        return f"serving, {float(answer.get('bytes_per_s', 0.0)) / 1e6:.0f} MB/s measured"
+    rate = answer.get("bytes_per_s")
+    if answer.get("listed") is True and isinstance(rate, int | float):
+        return f"serving, {rate / 1e6:.0f} MB/s measured"
     return f"not listed: {one_line(str(answer.get('reason')), 200)}"

@@ -21,10 +21,10 @@ from runspec.estimate import assumed
 from runspec.estimate.broadcast import VersionSize
 from runspec.estimate.speed import check_tokens_per_s, decode_speed, island_seconds, learner_seconds
 from verify.coordinator.machine import events, filling
+from verify.coordinator.machine.consequences import recorded
 from verify.coordinator.machine.leases import LeaseRecord
 from verify.coordinator.machine.stalls import Stalled
 from verify.coordinator.machine.state import Policy, State
-from verify.coordinator.machine.transitions import recorded
 from verify.formats.lease import Lease
 
 Lengths = tuple[float, ...]

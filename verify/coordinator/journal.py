@@ -20,9 +20,10 @@ from runspec.core.process import RunStopped
 from runspec.core.run_files import STATE_FILE, step_folder, submission_files
 from verify import STORAGE_S
 from verify.coordinator.ledger import Ledger
+from verify.coordinator.machine.consequences import recorded
 from verify.coordinator.machine.events import CoordinatorStarted, Event, RolledBack, StepClosed
 from verify.coordinator.machine.state import Policy, State
-from verify.coordinator.machine.transitions import apply, recorded
+from verify.coordinator.machine.transitions import apply
 from verify.coordinator.machine.verdicts import History
 from verify.formats import batch as batch_format
 

@@ -40,6 +40,7 @@ from verify.coordinator.handlers.judging import Judging
 from verify.coordinator.handlers.leasing import Leasing
 from verify.coordinator.handlers.operator import Operator
 from verify.coordinator.handlers.public import Evaluations, SiteHandlers, Status
+from verify.coordinator.handlers.registering import Registering
 from verify.coordinator.handlers.relays import Relays
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.ledger import open_ledger
@@ -106,7 +107,8 @@ async def serve(
             *Evaluations(run).routes(),
             *Operator(run).routes(),
             *Judging(run).routes(),
-            *Leasing(run, mine, limiter).routes(),
+            *Registering(run, mine, limiter).routes(),
+            *Leasing(run).routes(),
             *(islands.routes() if islands is not None else ()),
         ]
     )

@@ -54,4 +54,5 @@ def test_a_run_that_takes_none_says_so(tmp_path: Path) -> None:
 def test_an_answer_in_words() -> None:
     assert words_of({"listed": True, "bytes_per_s": 84e6}) == "serving, 84 MB/s measured"
     wrong = {"listed": False, "reason": "version 7\x1b not\nthere yet", "bytes_per_s": None}
+    assert words_of({"listed": True, "bytes_per_s": "fast"}) == "not listed: None"
     assert words_of(wrong) == "not listed: version 7? not there yet"

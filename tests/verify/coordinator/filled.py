@@ -17,14 +17,14 @@ from runspec.core.signed import SigningKey
 from tests.verify.coordinator.deployment import RUN
 from verify.coordinator.authentication import Authentication, Limiter
 from verify.coordinator.handlers import Backlog, RunContext
-from verify.coordinator.handlers.leasing import Leasing
+from verify.coordinator.handlers.registering import Registering
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine import events, filling
+from verify.coordinator.machine.consequences import recorded
 from verify.coordinator.machine.filling import Close, NonceNeeded
 from verify.coordinator.machine.leases import LeaseRecord
 from verify.coordinator.machine.stalls import Stalled
 from verify.coordinator.machine.state import Policy, State
-from verify.coordinator.machine.transitions import recorded
 from verify.coordinator_http import RequestChecker
 from verify.formats.lease import Lease
 
@@ -222,9 +222,9 @@ def context_of(
     return RunContext(journal, spec, key, roles, authentication, backlog)
 
 
-def leasing_of(run: RunContext) -> Leasing:
-    """The workers' handlers of a run without workers of its own."""
-    return Leasing(run, (), Limiter())
+def registering_of(run: RunContext) -> Registering:
+    """Who registers workers of a run without workers of its own."""
+    return Registering(run, (), Limiter())
 
 
 async def chunks(body: bytes) -> AsyncIterator[bytes]:

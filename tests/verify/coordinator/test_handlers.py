@@ -27,7 +27,6 @@ from tests.verify.coordinator.filled import (
     digest,
     journal_of,
     key,
-    leasing_of,
     policy,
     submission_of,
 )
@@ -36,6 +35,7 @@ from tests.waiting import eventually
 from verify.audit import audit
 from verify.coordinator import handlers as backlog_module
 from verify.coordinator import run as run_module
+from verify.coordinator.handlers.leasing import Leasing
 from verify.coordinator.handlers.workers import Activity
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine import filling
@@ -104,7 +104,7 @@ class Caller:
             {"submissions": 10, "bytes": "1000B", "disk_reserve": "500B"}
         )
         context = context_of(self.journal, tiny_spec(), limits=limits, free_bytes=lambda: self.free)
-        self.backlog, self.leasing = context.backlog, leasing_of(context)
+        self.backlog, self.leasing = context.backlog, Leasing(context)
 
     def _look(self) -> float:
         self.now += self.tick
@@ -213,7 +213,7 @@ def test_a_request_that_comes_as_something_changes_waits_for_its_turn(tmp_path: 
 
     async def served() -> list[str]:
         with closing(journal_of(run, tmp_path)) as journal:
-            leasing = leasing_of(context_of(journal, spec))
+            leasing = Leasing(context_of(journal, spec))
             waits = asyncio.create_task(leasing.lease(key("x"), (), 1e6))
             await asyncio.sleep(0.0)
             # when there is work, and another asks before the first has heard of it

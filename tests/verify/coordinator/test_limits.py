@@ -31,7 +31,7 @@ from tests.waiting import eventually
 from verify.audit import audit
 from verify.coordinator import authentication
 from verify.coordinator.authentication import AT_ONCE, RATES, Limiter, Name, Rate, networks
-from verify.coordinator.handlers.leasing import Leasing
+from verify.coordinator.handlers.registering import Registering
 from verify.coordinator.machine import events
 from verify.coordinator.machine.transitions import replay
 from verify.coordinator.requests import Refusal
@@ -182,7 +182,7 @@ def test_only_listed_proxies_are_believed(remote, forwarded, address):
 # -- New keys and invites ------------------------------------------------------------------------
 
 
-class Registering:
+class Keys:
     """Registers keys at a time of the test's choice, as the coordinator does."""
 
     def __init__(self, run: Filled, **verify: object) -> None:
@@ -191,7 +191,7 @@ class Registering:
         values["samplers"][1] |= {"trust": "trusted", "in_flight_updates": True}
         roles = roles_of(coordinator=[COORDINATOR.public_hex])
         context = context_of(run, RunSpec.model_validate(values), roles=roles)  # type: ignore[arg-type]
-        self.leasing = Leasing(context, [key("own")], Limiter(), lambda: self.now)
+        self.registering = Registering(context, [key("own")], Limiter(), lambda: self.now)
 
     def come(
         self, name: str, address: str = "here", invite: str | None = None, **changes: Any
@@ -200,7 +200,7 @@ class Registering:
         used = None if invite is None else use_invite(invite, key(name))
         try:
             how = {"pool": "near", "now": 1.0, "address": address, **changes}
-            by = self.leasing.admit(key(name), used=used, **how)
+            by = self.registering.admit(key(name), used=used, **how)
         except Refusal as refusal:
             return refusal
         event = events.WorkerRegistered(self.run.now, key(name), "a", by, name == "own")
@@ -214,7 +214,7 @@ def invite(*, run: str = RUN, by: SigningKey = COORDINATOR, **changes: Any) -> s
 
 
 def test_of_one_address_so_many_a_day_and_no_more_for_ever() -> None:
-    keys = Registering(Filled())
+    keys = Keys(Filled())
     came = []
     for minute in range(0, 3 * 24 * 60, 2):  # for three days
         keys.now = minute * 60.0
@@ -233,7 +233,7 @@ def test_of_one_address_so_many_a_day_and_no_more_for_ever() -> None:
 def test_keys_that_never_worked_are_bounded_and_work_makes_room(monkeypatch) -> None:
     monkeypatch.setattr(authentication, "MAX_UNPROVEN", 3)
     run = Filled()
-    keys = Registering(run)
+    keys = Keys(run)
     run.publish(0)
     # given as many keys as may be, each of an address of its own, one of which is banned
     for name in ("w", "x", "y"):
@@ -247,7 +247,7 @@ def test_keys_that_never_worked_are_bounded_and_work_makes_room(monkeypatch) -> 
     assert keys.come("own", address="late") is None
     # and once work of one is accepted there is room for one, after a restart too
     run.work("w")
-    again = Registering(run)
+    again = Keys(run)
     run.state = replay(run.state.policy, run.events)
     assert again.come("late", address="late") is None
     assert again.come("later", address="later") is not None
@@ -255,7 +255,7 @@ def test_keys_that_never_worked_are_bounded_and_work_makes_room(monkeypatch) -> 
 
 def test_who_was_not_invited_is_refused_by_name_of_what_is_missing() -> None:
     run, used, revoked = Filled(), invite(), invite()
-    keys = Registering(run, admission="invite")
+    keys = Keys(run, admission="invite")
     assert keys.come("own") is keys.come("guest", invite=used) is None
     run.record(events.InviteRevoked(run.now, invite_key(revoked), "published", "operator"))
     for comes, words in (
@@ -349,7 +349,7 @@ def test_a_revoked_invite_admits_nobody_and_who_came_with_it_stays(tmp_path: Pat
 
 
 def test_a_banned_worker_learns_why_and_is_refused_until_its_ban_is_lifted(site, monkeypatch):
-    monkeypatch.setattr("verify.coordinator.machine.transitions.BAN_AFTER", 2)
+    monkeypatch.setattr("verify.coordinator.machine.consequences.BAN_AFTER", 2)
     with site.serving():
         # given a worker whose work is rejected again and again
         key, worker = site.worker()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runspec.core.schema import RunSpec
-from tests.verify.coordinator.filled import Filled, context_of, key, leasing_of, policy
+from tests.verify.coordinator.filled import Filled, context_of, key, policy, registering_of
 from tests.verify.profiles import document, made_profile, with_profile
 from tests.verify.small_model import small_spec
 from verify.coordinator.handlers.workers import summary
@@ -44,10 +44,10 @@ class Run(Filled):
         self.events.append(event)
 
     def start(self, spec: RunSpec) -> None:
-        self.leasing = leasing_of(context_of(self.journal, spec))
+        self.registering = registering_of(context_of(self.journal, spec))
 
     def come(self, name: str, **info: object) -> None:
-        self.leasing.register(key(name), "home", address="here", info=info)
+        self.registering.register(key(name), "home", address="here", info=info)
 
 
 @pytest.fixture

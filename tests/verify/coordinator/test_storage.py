@@ -31,7 +31,7 @@ from tests.verify.coordinator.filled import (
     context_of,
     digest,
     journal_of,
-    leasing_of,
+    registering_of,
     roles_of,
     started,
 )
@@ -39,6 +39,7 @@ from tests.verify.coordinator.over_http import check, claimed, granted, post, sa
 from verify import STORAGE_S
 from verify.audit import audit
 from verify.coordinator.handlers.judging import Judging
+from verify.coordinator.handlers.leasing import Leasing
 from verify.coordinator.handlers.operator import obey
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.ledger import Ledger
@@ -288,7 +289,8 @@ class Coordinator:
         self.journal = Journal(site.run_dir, Policy.of(spec), ledger=ledger, clock=self._tick)
         self.roles = roles
         run = context_of(self.journal, spec, site.coordinator, roles)
-        self.judging, self.leasing, self.closing = Judging(run), leasing_of(run), Closing(run)
+        self.judging, self.leasing, self.closing = Judging(run), Leasing(run), Closing(run)
+        self.registering = registering_of(run)
 
     def _tick(self) -> float:
         self.now += 1e-3
@@ -305,7 +307,7 @@ class Coordinator:
         (act,) = self.random.choices(list(acts), list(acts.values()))
         match act:
             case "register":
-                self.leasing.register(worker.public_hex, "near", address="here")
+                self.registering.register(worker.public_hex, "near", address="here")
             case "work":
                 await self.work(worker)
             case "submit" if self.held:

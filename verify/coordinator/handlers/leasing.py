@@ -1,36 +1,25 @@
-"""Handlers for workers: who may register, leases, heartbeats, submissions.
-
-Work from trusted pools is checked less. So they take only keys that the operator named: the run's
-own keys, and keys with an invite for that pool.
-"""
+"""Handlers for workers: leases, heartbeats, submissions."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-import re
 import secrets
-import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 from aiohttp import web
 
 from runspec.core.files import sync_folder
-from runspec.core.models import not_accepted
-from runspec.core.roles import open_invite
 from runspec.core.run_files import SubmissionFiles, submission_files
-from runspec.core.schema import SamplerPool
 from runspec.core.signed import BadSignature
 from verify.coordinator import requests
-from verify.coordinator.authentication import Limiter, count_new_key
 from verify.coordinator.handlers import RunContext, Signed
-from verify.coordinator.handlers.workers import scalars
+from verify.coordinator.handlers.registering import require_pools
 from verify.coordinator.journal import Finished
 from verify.coordinator.machine import events, filling, overdue
 from verify.coordinator.machine.leases import LeaseRecord, Rank
@@ -38,11 +27,8 @@ from verify.coordinator.machine.state import Pace, State
 from verify.coordinator.requests import Refusal, refusing
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import SubmissionEnvelope, max_submission_bytes, open_submission
-from verify.profile import devices_of
 
 _log = logging.getLogger(__name__)
-_KIND = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
-MAX_TENSOR = 4096
 
 
 @dataclass(eq=False)
@@ -61,22 +47,11 @@ class Leasing:
 
     Args:
         run: the run.
-        own: public keys of the run's own workers.
-        limiter: limits keys without an invite.
-        steady: seconds of a clock that never goes back.
     """
 
-    def __init__(
-        self,
-        run: RunContext,
-        own: Collection[str],
-        limiter: Limiter,
-        steady: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._run, self._journal, self._own = run, run.journal, frozenset(own)
-        self._limiter, self._steady = limiter, steady
+    def __init__(self, run: RunContext) -> None:
+        self._run, self._journal = run, run.journal
         self._pools = {pool.name: pool for pool in run.spec.samplers}
-        self._trusted = {pool.name for pool in run.spec.samplers if pool.trust == "trusted"}
         self._waiting: dict[_Question, None] = {}
         """Questions that wait for a lease, in order."""
         self._paces: dict[Rank, Pace] = {}
@@ -87,28 +62,15 @@ class Leasing:
         """State in which there was no work for the waiting questions."""
         self._overdue_at: float | None = None
         """Time at which there may be work although the state does not change."""
-        for key in self._journal.state.workers:  # profiles may have come or gone
-            self._set_probation(key)
 
     def routes(self) -> list[web.RouteDef]:
         post = self._run.post
         return [
-            post("/v1/workers", self._register, "pool", "info", "?invite", by="registration"),
             post("/v1/heartbeat", self._heartbeat, "state", by="heartbeat"),
             post("/v1/leases", self._lease, "wait", "holding", by="lease"),
             post("/v1/release", self._release, "leases", by="release"),
             web.post("/v1/submissions", self._submit),
         ]
-
-    async def _register(self, asked: Signed) -> None:
-        body = asked.body
-        if not isinstance(body["pool"], str) or not isinstance(body["info"], dict):
-            raise Refusal(400, "pool must be a name and info a map")
-        with refusing(400, ValueError, what="info: "):
-            info = scalars(body["info"])
-        address = self._run.authentication.address(asked.http)
-        self.register(asked.key, body["pool"], body.get("invite"), address=address, info=info)
-        self._run.workers.registered(asked.key, info, self._journal.clock())
 
     async def _heartbeat(self, asked: Signed) -> None:
         run, now = self._run, self._journal.clock()
@@ -154,103 +116,6 @@ class Leasing:
         await self.submit(envelope, signed, request.content.iter_chunked(requests.PIECE_BYTES))
         return web.json_response({}, status=202)
 
-    def register(
-        self,
-        key: str,
-        pool: str,
-        invite: object = None,
-        *,
-        address: str,
-        info: Mapping[str, object] = MappingProxyType({}),
-    ) -> None:
-        """Register a key as a worker of a pool. A second call changes nothing and needs no invite.
-
-        Args:
-            key: public key of the worker.
-            pool: name of the pool.
-            invite: invite that the worker sent, unchecked.
-            address: address of the client.
-            info: what the worker says of itself: its `device`, which must be one that the pool
-                accepts, the `memory` of one, and how many (`tensor`) divide the model.
-
-        Raises:
-            Refusal: there is no such pool; or the key has a role, belongs to another pool or other
-                devices, is not invited, or is one too many; or the pool takes no such device.
-        """
-        self._require_pools()
-        if pool not in self._pools:
-            raise Refusal(404, f"the run has no pool {pool!r}; it has {', '.join(self._pools)}")
-        if key in self._run.roles.keys:
-            raise Refusal(403, "a key with a role cannot be a worker's")
-        devices = "" if key in self._own else _devices(self._pools[pool], info)
-        known = self._journal.state.workers.get(key)
-        if known is not None and known.pool != pool:
-            raise Refusal(409, f"this key is a worker of pool {known.pool!r}")
-        if known is not None and known.devices != devices:
-            # By its devices a key would choose among the limits of its checks.
-            had = known.devices or "the pool's own devices"
-            raise Refusal(409, f"this key is registered with {had}: make another for {devices}")
-        if known is None:
-            now = self._journal.clock()
-            by = self.admit(key, pool, invite, now, address=address)
-            own = by is None and key in self._own
-            self._journal.record(events.WorkerRegistered(now, key, pool, by, own, devices))
-            _log.info("worker %s of pool %s registered %s", key[:16], pool, devices)
-            self._set_probation(key)
-
-    def _set_probation(self, key: str) -> None:
-        worker = self._journal.state.workers[key]
-        if worker.pool not in self._pools:  # taken out of the spec
-            return
-        on = self._run.limits.of(worker.pool, worker.devices).probation
-        if on != worker.probation:
-            self._journal.record(events.ProbationChanged(self._journal.clock(), key, on))
-
-    def admit(self, key: str, pool: str, used: object, now: float, *, address: str) -> str | None:
-        """Return the public key of the invite that admits a new key; None if it needs none.
-
-        Args:
-            key: public key of the worker.
-            pool: pool that it wants to serve.
-            used: invite that it sent; None without one.
-            now: seconds since the epoch.
-            address: address of the client.
-
-        Raises:
-            Refusal: 403 with the reason, or 429.
-        """
-        state, spec, roles = self._journal.state, self._run.spec, self._run.roles
-        if used is None:
-            if key in self._own:
-                return None
-            if pool in self._trusted:
-                raise Refusal(
-                    403,
-                    f"pool {pool!r} is trusted: it takes the run's own workers, and keys with an "
-                    "invite for this pool",
-                )
-            if spec.verify.admission == "open":
-                count_new_key(self._limiter, state, address, now=self._steady())
-                return None
-            raise Refusal(403, "this run takes invited workers only: ask for a link with an invite")
-        with refusing(403, BadSignature):
-            invite = open_invite(
-                used,
-                run=spec.name,
-                worker=key,
-                coordinators=roles.coordinator,
-                now=now,
-            )
-        if invite.key in state.revoked:
-            raise Refusal(403, f"the invite was revoked: {state.revoked[invite.key]}")
-        if invite.pool is not None and invite.pool != pool:
-            raise Refusal(403, f"the invite is for pool {invite.pool!r}")
-        if (times := state.invited.get(invite.key, 0)) >= invite.uses:
-            raise Refusal(403, f"the invite was used {times} times, as often as it may be")
-        if pool in self._trusted and invite.pool is None:
-            raise Refusal(403, f"pool {pool!r} is trusted, and the invite does not name it")
-        return invite.key
-
     async def lease(
         self,
         key: str,
@@ -271,7 +136,7 @@ class Leasing:
             Refusal: the key is not registered.
             Finished: the run is finished.
         """
-        self._require_pools()
+        require_pools(self._run.spec)
         if key not in self._journal.state.workers:
             raise Refusal(403, "this key is not registered: POST /v1/workers first")
         if self._journal.state.finished:
@@ -407,7 +272,7 @@ class Leasing:
             signed: bytes of the envelope.
             chunks: the body.
         """
-        self._require_pools()
+        require_pools(self._run.spec)
         record, now = self._lease_of(envelope), self._journal.clock()
         if record.submission == envelope.digest:
             return
@@ -427,11 +292,6 @@ class Leasing:
                     self._must_be_open(self._lease_of(envelope), envelope, now)
                     event = events.SubmissionReceived(now, envelope.lease, envelope.digest, size)
                     self._journal.record(event)
-
-    def _require_pools(self) -> None:
-        if self._run.spec.supervised is not None:
-            kind = self._run.spec.algorithm.kind
-            raise Refusal(404, f"a run of algorithm.kind {kind} trains on documents: no workers")
 
     def _lease_of(self, envelope: SubmissionEnvelope) -> LeaseRecord:
         record = self._journal.state.leases.get(envelope.lease)
@@ -455,24 +315,6 @@ class Leasing:
             raise Refusal(409, "the lease was given back")
         if record.status != "open":
             raise Refusal(409, "the lease was answered already, with other bytes")
-
-
-def _devices(pool: SamplerPool, info: Mapping[str, object]) -> str:
-    """Return the devices that a worker says it has, in the form of `Lease.devices`.
-
-    Raises:
-        Refusal: the pool does not accept them.
-    """
-    kind, tensor = info.get("device", pool.hardware.kind), info.get("tensor", pool.parallel.tensor)
-    if not (isinstance(kind, str) and _KIND.fullmatch(kind)):
-        raise Refusal(400, "device must be a kind of hardware")
-    if type(tensor) is not int or not 0 < tensor <= MAX_TENSOR:
-        raise Refusal(400, f"tensor must be a number of devices, at most {MAX_TENSOR}")
-    memory = info.get("memory")
-    known = float(memory) if isinstance(memory, int | float) else None
-    if reason := not_accepted(pool, kind, known):
-        raise Refusal(403, f"pool {pool.name}: {reason}")
-    return devices_of(pool, kind, tensor)
 
 
 def _place(body: Path, files: SubmissionFiles, signed: bytes) -> None:

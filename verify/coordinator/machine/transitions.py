@@ -6,10 +6,6 @@
 - Learner islands commit each closed step once, in order (`islands`).
 - The leases of one worker and one step are numbered 0, 1, 2, ... under one nonce, which was drawn
   after the worker's key was registered; so no two leases share a seed.
-
-Quarantines and bans that follow from an event enter the ledger with it (`consequences`). They are
-events themselves, so no reader of the ledger computes them. The limits may differ between two
-versions of this program, and a worker's recorded standing must not change with them.
 """
 
 from __future__ import annotations
@@ -31,15 +27,11 @@ from verify.coordinator.machine.state import (
     Worker,
 )
 from verify.coordinator.machine.trust import (
-    BAN_AFTER,
-    CLEAR_AFTER,
     Standing,
-    should_quarantine,
 )
 
 LONGEST_DEFERRAL_S = 600.0
 """Largest time from a deferral to the new end of its lease, in seconds."""
-SET_ASIDE = "set aside: validators came to no verdict on a submission"
 
 
 def replay(policy: Policy, history: Iterable[events.Event]) -> State:
@@ -167,7 +159,8 @@ def _typical(state: State, pool: str, record: LeaseRecord) -> Mapping[str, float
     """Return `State.typical` after a lease, whose groups count as much as those of others."""
     groups, before = record.lease.groups, state.typical.get(pool)
     took_s = record.took_s / groups
-    kept = 0.9 ** (groups / state.policy.groups_per_submission[pool])
+    whole = state.policy.groups_per_submission.get(pool, groups)  # its pool may be gone
+    kept = 0.9 ** (groups / whole)
     return {**state.typical, pool: took_s + kept * ((before or took_s) - took_s)}
 
 
@@ -341,11 +334,11 @@ def _close(state: State, event: events.StepClosed) -> State:
         _require(state.lag(record) <= state.policy.async_level, "a group beyond the lag")
         usable = tuple(g for g in record.usable if g != group.group)
         leases[group.lease] = replace(record, usable=usable)
-    took_s = event.at - state.closed if state.closed else 0.0
+    took_s = max(0.0, event.at - state.closed) if state.closed else 0.0
     state = replace(
         state,
         closed=event.at,
-        step_s=0.8 * state.step_s + 0.2 * took_s if state.step_s else max(0.0, took_s),
+        step_s=0.8 * state.step_s + 0.2 * took_s if state.step_s else took_s,
         steps={n: s for n, s in state.steps.items() if n != event.step},
         tallies={n: t for n, t in state.tallies.items() if n != event.step},
         next_step=max(state.next_step, event.step + 1),
@@ -420,49 +413,3 @@ def _known(state: State, key: str) -> Worker:
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
         raise IllegalTransition(otherwise)
-
-
-# -- Consequences ----------------------------------------------------------------------------------
-
-
-def recorded(state: State, event: events.Event) -> tuple[State, list[events.Event]]:
-    """Return the state after an event and its consequences, and these events, for one transaction.
-
-    Raises:
-        IllegalTransition: the event cannot follow.
-    """
-    state = apply(state, event)
-    follow = consequences(state, event)
-    for each in follow:
-        state = apply(state, each)
-    return state, [event, *follow]
-
-
-def consequences(state: State, event: events.Event) -> list[events.Event]:
-    """Return the events that the coordinator records in one transaction with `event`.
-
-    Args:
-        state: state after `event`.
-        event: the newest event.
-    """
-    if not isinstance(event, events.SubmissionJudged | events.SubmissionSetAside):
-        return []
-    lease = state.leases[event.lease].lease
-    key = lease.worker
-    standing = state.workers[key].standing
-    if key in state.bans:
-        return []
-    if isinstance(event, events.SubmissionSetAside):
-        why, what = SET_ASIDE, "rejected or set aside"
-    elif event.accepted:
-        over = standing.quarantine is not None and standing.in_a_row >= CLEAR_AFTER
-        return [events.QuarantineEnded(event.at, key)] if over else []
-    else:
-        why, what = event.reason, "rejected"
-    which = f"{why[:400]} (submission {event.submission[:16]} of step {lease.step})"
-    if standing.strikes >= BAN_AFTER:
-        reason = f"{standing.strikes} submissions {what}, the last one for {which}"
-        return [events.KeyBanned(event.at, key, reason, events.BY_COORDINATOR)]
-    if should_quarantine(standing, why):
-        return [events.WorkerQuarantined(event.at, key, which)]
-    return []

@@ -19,6 +19,7 @@ from verify.coordinator.machine import events, filling, overdue
 from verify.coordinator.machine.leases import LeaseRecord, Rank
 from verify.coordinator.machine.stalls import waited_for
 from verify.coordinator.machine.state import Pace, Policy
+from verify.coordinator.machine.transitions import replay
 from verify.coordinator.machine.trust import Standing
 
 STRANGERS = ["s1", "s2", "s3", "s4", "s5", "s6"]
@@ -363,6 +364,13 @@ def test_who_is_slow_gets_smaller_leases_which_train_and_hold_no_step(slow_s: fl
     assert trained[True] >= 0.8 * given > 4
     # and once it is known, no step waits for it
     assert max(end - begun for begun, end in itertools.pairwise(closed[-15:])) <= 80.0
+
+
+def test_a_ledger_is_read_though_its_pool_has_left_the_spec():
+    run = started()
+    run.work("x")
+    gone = replace(run.state.policy, groups_per_submission={})
+    assert replay(gone, run.events).workers == run.state.workers
 
 
 # -- Deadlines and stalls ------------------------------------------------------------------------
