@@ -16,6 +16,8 @@ COORDINATOR_S = STORAGE_S + RESTART_S
 BACKLOG_S = 24 * 3600.0
 """Seconds that a worker with a submission waits while the coordinator answers 429. The lease lasts
 as long; the end of the lease, which comes before, has another answer."""
+HEARTBEAT_S = 10.0
+"""Seconds between two heartbeats of a validator, and of a worker where workers are few."""
 PERSON_S = 60.0
 """Seconds that a command waits for a coordinator that is away, while a person looks at it."""
 STAGE_DEADLINES_S = {

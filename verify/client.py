@@ -27,7 +27,7 @@ from runspec.core.roles import use_invite
 from runspec.core.schema import RunSpec
 from runspec.core.schema.source_files import compare_data_digests, data_digest, file_digest
 from runspec.core.signed import BadSignature, SigningKey
-from verify import BACKLOG_S, COORDINATOR_S
+from verify import BACKLOG_S, COORDINATOR_S, HEARTBEAT_S
 from verify.coordinator_http import (
     MAX_ANSWER_BYTES,
     CoordinatorHttp,
@@ -42,6 +42,7 @@ from verify.plugins import WeightsLocation, fetch_data
 
 __all__ = ["CoordinatorClient", "RunFinished", "SubmissionRefused", "WorkItem"]
 
+_LONGEST_HEARTBEAT_S = 3600.0
 MAX_LIST_BYTES = 64 * 1024 * 1024
 """Largest list of evaluations."""
 
@@ -221,14 +222,21 @@ class CoordinatorClient:
         answer = self._post("/v1/relays", {"url": url}).content
         return self._http.opened(answer, partial(parse_object, max_bytes=MAX_ANSWER_BYTES))
 
-    def heartbeat(self, state: Mapping[str, Any]) -> None:
+    def heartbeat(self, state: Mapping[str, Any]) -> float:
         """Send a heartbeat with what the process has done since its start.
 
         Args:
             state: scalars. Workers send `version` (loaded), `busy_s` (seconds spent sampling) and
                 `tokens` (output tokens), both cumulative. Validators send `busy_s` and `checked`.
+
+        Returns:
+            The seconds until the next, at least `HEARTBEAT_S`; longer where workers are many.
         """
-        self._post("/v1/heartbeat", {"state": dict(state)})
+        data = self._post("/v1/heartbeat", {"state": dict(state)}).content
+        answer = self._http.opened(data, partial(parse_object, max_bytes=MAX_ANSWER_BYTES))
+        every_s: Any = answer.get("every_s")
+        known = type(every_s) in (int, float) and HEARTBEAT_S <= every_s < _LONGEST_HEARTBEAT_S
+        return float(every_s) if known else HEARTBEAT_S
 
     def next_submission(self, wait_s: float) -> WorkItem | None:
         """Return the next submission to check, or None if there was none within `wait_s` seconds.

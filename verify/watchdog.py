@@ -19,10 +19,9 @@ from typing import Protocol
 
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_INTERNAL
-from verify import STAGE_DEADLINES_S
+from verify import HEARTBEAT_S, STAGE_DEADLINES_S
 from verify.client import CoordinatorClient, RunFinished
 
-HEARTBEAT_S = 10.0
 GRACE_S = 8.0
 """Seconds after SIGTERM in which finished verdicts are handed in. A supervisor kills after 20 s."""
 RELEASE_S = 2.0

@@ -145,9 +145,8 @@ class Simulation:
         if not self._coordinator.waiting or self._coordinator.full:
             return
         now, state = self._clock.now, self._coordinator.state
-        for key in sorted(
-            filling.hopeful(state, self._coordinator.waiting, now), key=partial(filling.turn, state)
-        ):
+        hopeful = filter(filling.Hopes(state, now), self._coordinator.waiting)
+        for key in sorted(hopeful, key=partial(filling.turn, state)):
             record = self._coordinator.lease(key, self._workers[key].holding())
             if record is not None:
                 del self._coordinator.waiting[key]

@@ -273,21 +273,14 @@ class Validators:
                 self._claims.prolong(validator.name, now)
         for validator in self._all:
             if validator.works and validator.submission is None:
-                known = self._known() if self._claims.suspects else None
-                judged = known.submission if known else None
+                judged = state.newest_accepted
                 chosen = self._claims.claim(validator.name, waiting, now, judged=judged)
                 if chosen is not None:
-                    record = waiting.get(chosen) or known
+                    record = waiting.get(chosen) or state.leases.of_submission(chosen)
                     assert record is not None
                     self._begin(validator, record)
                 elif not self._claims.suspects:
                     return
-
-    def _known(self) -> LeaseRecord | None:
-        """Return an accepted submission, with which a validator can show that it works."""
-        state = self._coordinator.state
-        accepted = (r for r in reversed(list(state.leases.values())) if r.status == "accepted")
-        return next((r for r in accepted if state.lag(r) <= state.policy.async_level), None)
 
     def _begin(self, validator: _Validator, record: LeaseRecord) -> None:
         share = self._coordinator.state.share_of(record.lease.worker)

@@ -20,12 +20,11 @@ from sampler.engine.arguments import find_pool
 from sampler.engine.engine import Engine
 from sampler.worker.stores import Meter, Outbox, Versions
 from sampler.worker.worker import Worker
+from verify import HEARTBEAT_S
 from verify.client import CoordinatorClient, RunFinished, connect, problem_files
 from verify.formats.submission import max_submission_bytes
 from verify.plugins import WeightsLocation, load_task_set, require_graders
 
-HEARTBEAT_S = 10.0
-"""Seconds between heartbeats. The coordinator considers a worker dead after three missing ones."""
 _LOOK_S = 2.0
 """Least seconds between two heartbeats, because small models may load versions very often."""
 
@@ -99,17 +98,18 @@ def about(pool: SamplerPool) -> dict[str, str | float]:
 def _heartbeats(
     client: CoordinatorClient, meter: Meter, stop: threading.Event, log: logging.Logger
 ) -> None:
-    """Send a heartbeat at once, every `HEARTBEAT_S`, and soon after a load."""
+    """Send a heartbeat at once, when the coordinator wants the next, and soon after a load."""
     due, loads = time.monotonic(), -1
     while True:
         state = meter.state()
         if time.monotonic() >= due or state["loads"] != loads:
-            due, loads = time.monotonic() + HEARTBEAT_S, int(state["loads"])
+            loads, every_s = int(state["loads"]), HEARTBEAT_S
             try:
-                client.heartbeat(state)
+                every_s = client.heartbeat(state)
             except RunFinished:
                 return
             except UserError as error:
                 log.warning("heartbeat: %s", error)
+            due = time.monotonic() + every_s
         if stop.wait(_LOOK_S):
             return

@@ -32,7 +32,7 @@ from verify.formats.submission import Rollout, encode_rollouts, sign_submission
 from verify.plugins import TaskSet
 from verify.toploc import build_proofs_of
 
-LEASE_POLL_S = 20.0
+LEASE_POLL_S = 30.0
 """Seconds that a request for a lease stays open; the coordinator answers once there is work."""
 LAST_SUBMISSIONS_S = 5.0
 """Seconds for the last submissions of a finished run."""

@@ -225,6 +225,28 @@ def test_a_request_that_comes_as_something_changes_waits_for_its_turn(tmp_path: 
     assert asyncio.run(served())[0] == key("x")
 
 
+def test_one_event_serves_all_that_wait_in_turn_and_a_few_at_a_time(tmp_path: Path):
+    run = Filled(policy(groups=60, max_groups=60, groups_per_submission={"near": 2}))
+    names = [str(number) for number in range(30)]
+    for name in names:
+        run.register(name, "near")
+
+    async def served() -> list[str]:
+        with closing(journal_of(run, tmp_path)) as journal:
+            leasing = Leasing(context_of(journal, tiny_spec()))
+            waits = [asyncio.create_task(leasing.lease(key(name), (), 1e6)) for name in names[::-1]]
+            await asyncio.sleep(0.0)
+            # when the work comes that all wait for
+            journal.record(VersionPublished(run.now, 0, digest("manifest", 0)))
+            # then others are answered before the last have it
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            assert not all(wait.done() for wait in waits)
+            assert None not in await asyncio.gather(*waits)
+            return [record.lease.worker for record in journal.state.leases.values()]
+
+    assert asyncio.run(served()) == list(map(key, names))
+
+
 @pytest.mark.parametrize(("jump", "counts"), [(7200.0, False), (-7200.0, False), (5.0, True)])
 def test_a_jump_of_the_clock_counts_for_no_deadline(tmp_path, jump: float, counts: bool):
     """A laptop that is shut, or a clock that is set: nobody could work then. A clock that is a
@@ -268,6 +290,18 @@ def test_rates_count_from_one_heartbeat_to_the_next_once_an_engine_has_a_version
     activity.heartbeat("x", {"version": 0, "busy_s": 3.0, "tokens": 110}, 60.0)
     activity.heartbeat("x", {"version": 0, "busy_s": 8.0, "tokens": 110}, 70.0)
     assert (activity.busy_fraction(99.9), activity.busy_fraction(100.0)) == (0.5, None)
+
+
+def test_many_workers_send_heartbeats_so_rarely_that_all_send_fifty_a_second():
+    activity = Activity()
+    for count, every_s in ((500, 10.0), (2000, 40.0)):
+        for number in range(count):
+            activity.seen(str(number), 100.0 * count)
+        # when one sends a heartbeat, then it is told when to send the next
+        assert activity.heartbeat("0", {"version": 0}, 100.0 * count) == every_s
+        # and counts as dead when it has missed three of these
+        assert activity.peers["0"].alive(100.0 * count + 3 * every_s - 1.0)
+        assert not activity.peers["0"].alive(100.0 * count + 3 * every_s)
 
 
 # -- A relay that nobody has to trust ------------------------------------------------------------

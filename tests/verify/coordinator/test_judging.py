@@ -20,6 +20,8 @@ from tests.verify.coordinator.over_http import claimed, post, sample, status
 from verify.coordinator.machine import trust as rules
 from verify.coordinator.machine.trust import ATTEMPTS, WORKERS_GAPS, Claims
 
+OLD = lambda: "old"  # noqa: E731 - what was judged before
+
 
 def batch(claims: Claims, validator: str, waiting: Iterable[str], now: float = 0.0) -> list[str]:
     """What a validator gets that asks until nothing comes."""
@@ -71,23 +73,23 @@ def test_a_file_is_given_up_after_three_attempts_of_validators_that_work() -> No
 def test_where_only_suspects_are_left_a_validator_shows_that_it_works() -> None:
     claims = Claims()
     for _ in range(ATTEMPTS):
-        assert claims.claim("v", ["poison"], 0.0, judged="old") == "poison"
+        assert claims.claim("v", ["poison"], 0.0, judged=OLD) == "poison"
         die(claims, "v")
-        assert claims.claim("v", ["poison"], 2.0, judged="old") == "old"
+        assert claims.claim("v", ["poison"], 2.0, judged=OLD) == "old"
         claims.keep("v", ["old"], 2.0)
-        assert claims.claim("v", ["poison"], 2.0, judged="old") is None  # and nothing beside it
+        assert claims.claim("v", ["poison"], 2.0, judged=OLD) is None  # and nothing beside it
         claims.settle("v", "old")
     assert list(claims.hopeless()) == ["poison"]
     # and one that fails at that too is given no suspect
     claims = Claims()
-    assert claims.claim("broken", ["x"], 0.0, judged="old") == "x"
+    assert claims.claim("broken", ["x"], 0.0, judged=OLD) == "x"
     for attempt in range(10):
         die(claims, "broken", attempt + 1.0)
-        assert claims.claim("broken", ["x"], attempt + 1.0, judged="old") == "old"
-    assert claims.claim("broken", ["x", "new"], 20.0, judged="old") is None
+        assert claims.claim("broken", ["x"], attempt + 1.0, judged=OLD) == "old"
+    assert claims.claim("broken", ["x", "new"], 20.0, judged=OLD) is None
     die(claims, "broken", 21.0)
-    assert claims.claim("broken", ["x", "new"], 21.0, judged="old") == "new"
-    assert claims.claim("works", ["x"], 22.0, judged="old") == "x"
+    assert claims.claim("broken", ["x", "new"], 21.0, judged=OLD) == "new"
+    assert claims.claim("works", ["x"], 22.0, judged=OLD) == "x"
 
 
 def test_a_suspect_is_left_to_a_validator_that_has_not_failed_at_it() -> None:

@@ -97,7 +97,7 @@ class Judging:
     async def _download(self, request: web.Request) -> web.StreamResponse:
         """Send a submission's table while the run needs it."""
         submission = request.match_info["digest"]
-        record = self._record_of(submission)
+        record = self._journal.state.leases.of_submission(submission)
         if record is None:
             raise Refusal(404, "no such submission")
         files = submission_files(self._journal.run_dir, record.lease.step, submission)
@@ -130,14 +130,10 @@ class Judging:
                 raise Finished
             state = self._journal.state
             waiting = {r.submission: r for r in state.to_judge if r.submission}
-            # The newest accepted submission whose weights and files are there.
-            usable = (r for r in reversed(list(state.leases.values())) if r.status == "accepted")
-            late = state.policy.async_level
-            known = next((record for record in usable if state.lag(record) <= late), None)
-            judged, now = known.submission if known else None, self._journal.clock()
-            submission = self._claims.claim(validator, waiting, now, judged=judged)
+            now = self._journal.clock()
+            submission = self._claims.claim(validator, waiting, now, judged=state.newest_accepted)
             if submission is not None:
-                record = waiting.get(submission) or known
+                record = waiting.get(submission) or state.leases.of_submission(submission)
                 assert record is not None
                 files = submission_files(self._journal.run_dir, record.lease.step, submission)
                 return record, files.submission_envelope.read_bytes()
@@ -208,12 +204,8 @@ class Judging:
                 )
             self._claims.forget(submission)
 
-    def _record_of(self, submission: str) -> LeaseRecord | None:
-        leases = self._journal.state.leases.values()
-        return next((record for record in leases if record.submission == submission), None)
-
     def _to_judge(self, envelope: verdict.VerdictEnvelope) -> LeaseRecord | None:
-        record = self._record_of(envelope.submission)
+        record = self._journal.state.leases.of_submission(envelope.submission)
         if record is None or record.status != "submitted":
             return None
         if (envelope.run, envelope.step) != (self._run.spec.name, record.lease.step):

@@ -6,9 +6,8 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +17,8 @@ from runspec.core.files import sync_folder
 from runspec.core.run_files import SubmissionFiles, submission_files
 from runspec.core.signed import BadSignature
 from verify.coordinator import requests
-from verify.coordinator.handlers import RunContext, Signed
+from verify.coordinator.handlers import Answer, RunContext, Signed
+from verify.coordinator.handlers.line import Line, Question
 from verify.coordinator.handlers.registering import require_pools
 from verify.coordinator.journal import Finished
 from verify.coordinator.machine import events, filling, overdue
@@ -29,17 +29,10 @@ from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import SubmissionEnvelope, max_submission_bytes, open_submission
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class _Question:
-    """A waiting request for a lease; a key may have several."""
-
-    key: str
-    holding: Collection[str]
-    gone: Callable[[], bool]
-    """Whether nobody hears an answer any more."""
-    answer: asyncio.Future[LeaseRecord | None]
+_LOOK_S = 0.001
+"""Seconds for each waiting question between two looks at all of them."""
+_AT_ONCE = 10
+"""Leases granted before other requests are answered again."""
 
 
 class Leasing:
@@ -52,16 +45,17 @@ class Leasing:
     def __init__(self, run: RunContext) -> None:
         self._run, self._journal = run, run.journal
         self._pools = {pool.name: pool for pool in run.spec.samplers}
-        self._waiting: dict[_Question, None] = {}
-        """Questions that wait for a lease, in order."""
+        self._waiting = Line(lambda: run.journal.state)
         self._paces: dict[Rank, Pace] = {}
         """Of their workers, or faster (`overdue.fastest`)."""
         self._watch: asyncio.Task[None] | None = None
         """Answers them after each event: alone, so that an event wakes whom it has work for."""
         self._settled: State | None = None
         """State in which there was no work for the waiting questions."""
-        self._overdue_at: float | None = None
+        self._overdue_at = math.inf
         """Time at which there may be work although the state does not change."""
+        self._looked = -math.inf
+        """Time at which each waiting question was last looked at."""
 
     def routes(self) -> list[web.RouteDef]:
         post = self._run.post
@@ -72,7 +66,7 @@ class Leasing:
             web.post("/v1/submissions", self._submit),
         ]
 
-    async def _heartbeat(self, asked: Signed) -> None:
+    async def _heartbeat(self, asked: Signed) -> Answer:
         run, now = self._run, self._journal.clock()
         if asked.key in run.roles.validator:
             activity = run.validators
@@ -81,8 +75,9 @@ class Leasing:
         else:
             raise Refusal(403, "this key is neither a worker's nor a validator's")
         with refusing(400, TypeError, ValueError, what="state: "):
-            activity.heartbeat(asked.key, dict(asked.body["state"]), now)
+            every_s = activity.heartbeat(asked.key, dict(asked.body["state"]), now)
         run.claims.prolong(asked.key, now)
+        return {"every_s": every_s}
 
     async def _lease(self, asked: Signed) -> web.Response:
         wait_s, holding = requests.wait_and_holding(asked.body)
@@ -142,8 +137,8 @@ class Leasing:
         if self._journal.state.finished:
             raise Finished
         answer = asyncio.get_running_loop().create_future()
-        question = _Question(key, holding, gone, answer)
-        self._waiting[question] = None
+        question = Question(key, holding, gone, answer)
+        self._waiting.join(question)
         try:
             self._answer_in_turn([question])
             if not answer.done() and wait_s > 0.0:
@@ -157,25 +152,29 @@ class Leasing:
             record = answer.result() if answer.done() and not answer.cancelled() else None
             return None if record is None else record.document.encode()
         finally:
-            self._waiting.pop(question, None)
-            if not self._waiting and self._watch is not None:
+            self._waiting.leave(question)
+            if not len(self._waiting) and self._watch is not None:
                 self._watch.cancel()
                 self._watch = None
 
     async def _answer_after_events(self) -> None:
         error: Exception | None = None
         try:
-            while await self._journal.change(None, due=self._overdue_at):
+            going_on = True
+            while going_on:
                 if self._journal.state.finished:
                     raise Finished
-                self._answer_in_turn(())
+                if self._answer_in_turn(()):
+                    going_on = await self._journal.change(None, due=self._overdue_at)
+                else:
+                    await asyncio.sleep(0)  # lets other requests be answered
         except Exception as failure:  # noqa: BLE001 - raised again for each that waits
             error = failure
         for question in [*self._waiting]:
             self._answer(question, error)
 
-    def _answer(self, question: _Question, answer: LeaseRecord | Exception | None) -> None:
-        self._waiting.pop(question, None)
+    def _answer(self, question: Question, answer: LeaseRecord | Exception | None) -> None:
+        self._waiting.leave(question)
         if question.answer.done():  # it has waited long enough
             return
         if isinstance(answer, Exception):
@@ -183,39 +182,63 @@ class Leasing:
         else:
             question.answer.set_result(answer)
 
-    def _answer_in_turn(self, new: Sequence[_Question]) -> None:
-        """Answer the open questions for which there is work.
+    def _answer_in_turn(self, new: Sequence[Question]) -> bool:
+        """Answer open questions for which there is work; return whether these were all.
 
         Args:
             new: the newest question. If nothing has changed, only it needs an answer.
         """
-        state, now = self._journal.state, self._journal.clock()
-        due = self._overdue_at is not None and now >= self._overdue_at
-        changed = self._settled is not state and bool(filling.served_ranks(state, now))
-        asking: Collection[_Question] = self._waiting if due or changed else new
-        self._paces = overdue.fastest(state, {question.key for question in new}, self._paces)
-        while asking:
-            state, now = self._journal.state, self._journal.clock()
-            hopeful = set(filling.hopeful(state, {each.key for each in asking}, now))
-            chosen = [question for question in asking if question.key in hopeful]
-            found: list[tuple[_Question, LeaseRecord]] = []
-            with self._journal.together():
-                for question in sorted(chosen, key=lambda each: filling.turn(state, each.key)):
-                    if not question.gone() and (record := self._lease_now(question)) is not None:
-                        found.append((question, record))
-            for question, record in found:
+        journal, now = self._journal, self._journal.clock()
+        self._paces = overdue.fastest(journal.state, {each.key for each in new}, self._paces)
+        if late := now >= self._overdue_at:
+            self._looked = now
+        while True:
+            before = journal.state
+            granted = self._granted(self._waiting if late else new, now)
+            for question, record in granted.items():
                 self._answer(question, record)
-            asking = self._waiting if state is not self._journal.state else ()
-        state = self._settled = self._journal.state
-        self._overdue_at = overdue.soonest_overdue(state, self._paces)
-        if self._overdue_at <= now:  # workers so fast may wait no more
+            if len(granted) >= _AT_ONCE:
+                return False
+            if journal.state is before:
+                break
+        self._settled = journal.state
+        soonest = overdue.soonest_overdue(journal.state, self._paces)
+        if late and soonest <= now:  # workers so fast may wait no more
             keys = {question.key for question in self._waiting}
-            self._paces = overdue.fastest(state, keys)
-            self._overdue_at = overdue.next_overdue(state, keys, now)
-        elif self._overdue_at == math.inf:
-            self._overdue_at = None
+            self._paces = overdue.fastest(journal.state, keys)
+            soonest = overdue.next_overdue(journal.state, keys, now) or math.inf
+        self._overdue_at = max(soonest, self._looked + _LOOK_S * len(self._waiting))
+        return True
 
-    def _lease_now(self, question: _Question) -> LeaseRecord | None:
+    def _granted(self, asking: Iterable[Question], now: float) -> dict[Question, LeaseRecord]:
+        """Lease what there is, in turn, and what only those that ask may be leased.
+
+        Once `_AT_ONCE` questions have a lease, the others stay open.
+        """
+        journal, found = self._journal, dict[Question, LeaseRecord]()
+        hopes = filling.Hopes(journal.state, now)
+
+        def lease(question: Question) -> None:
+            nonlocal hopes
+            if question in found or question.gone() or len(found) >= _AT_ONCE:
+                return
+            if (record := self._lease_now(question)) is not None:
+                found[question] = record
+            if journal.state is not hopes.state:
+                hopes = filling.Hopes(journal.state, now)
+
+        with journal.together():
+            for rank in Rank if journal.state is not self._settled else ():
+                for question in self._waiting.of(rank) if rank in hopes.served else ():
+                    lease(question)
+                    if rank not in hopes.served or len(found) >= _AT_ONCE:
+                        break
+            for question in asking:
+                if hopes(question.key):
+                    lease(question)
+        return found
+
+    def _lease_now(self, question: Question) -> LeaseRecord | None:
         key = question.key
         while True:
             state, now = self._journal.state, self._journal.clock()

@@ -13,6 +13,7 @@ from typing import Any
 
 from runspec.core.errors import one_line
 from runspec.core.schema import RunSpec
+from verify import HEARTBEAT_S
 from verify.coordinator.ledger import damaged, read_events
 from verify.coordinator.ledger.store import NoLedger
 from verify.coordinator.machine.events import Event, IllegalTransition
@@ -22,8 +23,10 @@ from verify.coordinator.machine.trust import reputation
 
 NO_VERSION = -1
 """`version` of a worker's heartbeat before it has loaded a version."""
-DEAD_AFTER_S = 30.0
-"""Seconds of silence after which a peer counts as dead: three heartbeats."""
+MISSED = 3
+"""Heartbeats that a peer misses until it counts as dead."""
+MOST_HEARTBEATS_PER_S = 50.0
+"""Heartbeats a second of all workers; more workers send them more rarely."""
 _LEAST_INTERVAL_S = 5.0
 """Least number of seconds over which a rate is measured: half a heartbeat interval."""
 _MAX_NUMBER = 10**15
@@ -59,11 +62,13 @@ class Peer:
     """Share of the last interval between heartbeats in which it sampled; None before the first such
     interval with a loaded version."""
     tokens_per_s: float | None = None
+    every_s: float = HEARTBEAT_S
+    """Seconds until its next heartbeat, as it was told."""
     _since: tuple[float, float, float] | None = None
     """Time, busy_s and tokens of the heartbeat from which the next rates count."""
 
     def alive(self, now: float) -> bool:
-        return now - self.last_seen < DEAD_AFTER_S
+        return now - self.last_seen < MISSED * self.every_s
 
     def heartbeat(self, state: Scalars, now: float) -> None:
         self.state, self.last_seen = state, now
@@ -88,6 +93,8 @@ class Activity:
 
     def __init__(self) -> None:
         self.peers: dict[str, Peer] = {}
+        self._alive, self._counted = 0, -math.inf
+        """Peers that were alive when they were counted, and when."""
 
     def seen(self, key: str, now: float) -> None:
         self.peers.setdefault(key, Peer(now)).last_seen = now
@@ -97,14 +104,19 @@ class Activity:
         self.seen(key, now)
         self.peers[key].info = info
 
-    def heartbeat(self, key: str, state: Mapping[str, Any], now: float) -> None:
-        """Record a heartbeat.
+    def heartbeat(self, key: str, state: Mapping[str, Any], now: float) -> float:
+        """Record a heartbeat; return the seconds until the peer's next.
 
         Raises:
             ValueError: `state` is not a small map of scalars.
         """
         checked = scalars(state)
-        self.peers.setdefault(key, Peer(now)).heartbeat(checked, now)
+        peer = self.peers.setdefault(key, Peer(now))
+        peer.heartbeat(checked, now)
+        if abs(now - self._counted) >= HEARTBEAT_S:
+            self._alive, self._counted = sum(p.alive(now) for p in self.peers.values()), now
+        peer.every_s = max(HEARTBEAT_S, self._alive / MOST_HEARTBEATS_PER_S)
+        return peer.every_s
 
     def busy_fraction(self, now: float) -> float | None:
         """Return the mean busy fraction of the live peers that have one; None if none has."""

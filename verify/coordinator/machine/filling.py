@@ -42,8 +42,9 @@ more than two versions of parameters wait for the publisher.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from math import inf
 
@@ -114,27 +115,32 @@ def turn(state: State, key: str) -> tuple[Rank, float, int]:
     return worker.rank, worker.served, worker.number
 
 
-def served_ranks(state: State, now: float) -> set[Rank]:
-    """Return the ranks of workers for which a step has groups."""
-    return {rank for rank in Rank if _leasable_step(state, rank, now) is not None}
+@dataclass(frozen=True)
+class Hopes:
+    """Whether there may be work for workers that ask."""
 
+    state: State
+    now: float
 
-def hopeful(state: State, asking: Iterable[str], now: float) -> list[str]:
-    """Return the workers, of those that ask, for which there may be work; usually few."""
-    served = served_ranks(state, now)
-    oldest = min((record.since for record in state.leases.silent), default=inf)
+    @cached_property
+    def served(self) -> set[Rank]:
+        """Ranks of workers for which a step has groups."""
+        return {r for r in Rank if _leasable_step(self.state, r, self.now) is not None}
 
-    def hopes(key: str) -> bool:
-        worker = state.workers[key]
-        if worker.rank in served:
+    @cached_property
+    def _oldest(self) -> float:
+        return min((record.since for record in self.state.leases.silent), default=inf)
+
+    def __call__(self, key: str) -> bool:
+        """Whether there may be work for a worker; usually for few."""
+        state, worker = self.state, self.state.workers[key]
+        if worker.rank in self.served:
             return True
         pace = worker.pace
-        late = pace is not None and now >= oldest + overdue.OVERDUE_AFTER * pace.lease_s
-        if late and any(at <= now for at, _ in overdue.overdue_at(state, key)):
+        late = pace and self.now >= self._oldest + overdue.OVERDUE_AFTER * pace.lease_s
+        if late and any(at <= self.now for at, _ in overdue.overdue_at(state, key)):
             return True
         return any(record.status == "open" for record in state.leases.unsettled.get(key, ()))
-
-    return list(filter(hopes, asking))
 
 
 def _most_groups(state: State, key: str) -> int:
@@ -226,7 +232,7 @@ def tried_groups(state: State, number: int, now: float) -> int:
 
 def expired_leases(state: State, now: float) -> list[LeaseRecord]:
     """Return the unanswered leases whose time is over."""
-    return [r for r in _unanswered(state) if r.expires <= now]
+    return [*state.leases.ended(now)]
 
 
 def decide_close(state: State, now: float) -> Close | Stalled | None:
@@ -267,19 +273,16 @@ def decide_close(state: State, now: float) -> Close | Stalled | None:
 
 
 def next_due(state: State, now: float) -> float | None:
-    """Return when a decision next changes without an event, in seconds since the epoch."""
+    """Return when a decision next changes without an event, in seconds since the epoch, or an
+    earlier time."""
     if state.finished:
         return None
     if state.policy.rows_per_step and state.newest is not None:
         return None
     step = state.steps.get(state.next_close)
     closing = step.since + state.policy.deadline_s if step else state.progress + _idle_s(state)
-    times = [closing, *(record.expires for record in _unanswered(state))]
-    return min((at for at in times if at > now), default=None)
-
-
-def _unanswered(state: State) -> Iterator[LeaseRecord]:
-    return (r for r in state.live if r.status == "open")
+    due = min((at for at in (closing, state.leases.next_end(now)) if at > now), default=inf)
+    return due if due < inf else None
 
 
 def _groups_in_order(state: State, *, past_awaited: bool) -> tuple[TrainedGroup, ...]:
@@ -292,14 +295,16 @@ def _groups_in_order(state: State, *, past_awaited: bool) -> tuple[TrainedGroup,
     own: dict[Rank, list[TrainedGroup]] = {rank: [] for rank in Rank}
     held_back = set[Rank]()
     for record in state.live:
+        step = record.lease.step
+        if step > state.next_close:
+            continue
         groups = [TrainedGroup(record.digest, group) for group in record.usable]
-        if record.lease.step < state.next_close:
+        if step < state.next_close:
             late += groups  # within the lag: `apply` strikes groups beyond it from `usable`
-        elif record.lease.step == state.next_close:
-            if record.awaited and not past_awaited:
-                held_back.add(record.rank)
-            elif record.rank not in held_back:
-                own[record.rank] += groups
+        elif record.awaited and not past_awaited:
+            held_back.add(record.rank)
+        elif record.rank not in held_back:
+            own[record.rank] += groups
     return tuple(chain(late, *own.values()))
 
 

@@ -13,6 +13,7 @@ from copy import copy
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from math import inf
 from types import MappingProxyType
 from typing import Literal
 
@@ -97,6 +98,8 @@ class Leases(Mapping[str, LeaseRecord]):
         """Open and submitted ones, by step."""
         self.submissions: HashTrieMap[str, str] = HashTrieMap()
         """The lease of each submission."""
+        self._none_ends_before = inf
+        """No open lease ends before this time."""
         self._trained: Counter[int] = Counter()
         """Usable groups of workers that are not new, by step."""
         self._new: dict[int, dict[str, LeaseRecord]] = {}
@@ -133,6 +136,8 @@ class Leases(Mapping[str, LeaseRecord]):
         digest, lease, before = record.digest, record.lease, self._records.get(record.digest)
         self._records[digest] = record
         undecided = record.status in _UNDECIDED
+        if record.status == "open":
+            self._none_ends_before = min(self._none_ends_before, record.expires)
         _put(self.live, record, wanted=undecided or bool(record.usable))
         _put(self.submitted, record, wanted=record.status == "submitted")
         if record.status == "submitted" and before is not None:  # in lease order
@@ -166,6 +171,30 @@ class Leases(Mapping[str, LeaseRecord]):
         silent = record.status == "open" and not record.overdue and record.deferred is None
         _put(heard, record, wanted=silent and lease.step >= self._next_close)
         self._heard[kind] = heard
+
+    def of_submission(self, submission: str) -> LeaseRecord | None:
+        """Return the lease that was answered with a submission."""
+        digest = self.submissions.get(submission)
+        return None if digest is None else self._records.get(digest)
+
+    def ended(self, now: float) -> Sequence[LeaseRecord]:
+        """Return the open leases whose time is over."""
+        return [r for r in self._open(now) if r.expires <= now]
+
+    def next_end(self, now: float) -> float:
+        """Return a time after `now` before which no open lease ends; infinity: none is open."""
+        if now < self._none_ends_before:
+            return self._none_ends_before
+        return min((r.expires for r in self._open(now) if r.expires > now), default=inf)
+
+    def _open(self, now: float) -> Sequence[LeaseRecord]:
+        """Return the open leases if one of them may have ended, else none."""
+        if now < self._none_ends_before:
+            return ()
+        found = [r for r in self.live.values() if r.status == "open"]
+        # Most leases are answered in time, so a time that was once the first end passes in vain.
+        self._none_ends_before = min((r.expires for r in found), default=inf)
+        return found
 
     @cached_property
     def usable(self) -> Counter[int]:

@@ -217,6 +217,8 @@ class State:
     workers: HashTrieMap[str, Worker] = field(default_factory=HashTrieMap)
     unproven: int = 0
     """How many of `workers` are."""
+    rank_changes: int = 0
+    """How often the rank of a worker has changed."""
     bans: HashTrieMap[str, str] = field(default_factory=HashTrieMap)
     """Why a key is banned, whether it is a worker's yet or not."""
     invited: HashTrieMap[str, int] = field(default_factory=HashTrieMap)
@@ -270,6 +272,13 @@ class State:
         submitted = self.leases.submitted.values()
         in_time = (r for r in submitted if self.lag(r) <= self.policy.async_level)
         return sorted(in_time, key=lambda record: record.rank is not Rank.KNOWN)
+
+    def newest_accepted(self) -> str | None:
+        """Return the newest accepted submission whose weights and files are there."""
+        for record in reversed(list(self.leases.values())):
+            if record.status == "accepted" and self.lag(record) <= self.policy.async_level:
+                return record.submission
+        return None
 
     def share_of(self, worker: str) -> float:
         """Return the chance that a submission of a worker is recomputed."""

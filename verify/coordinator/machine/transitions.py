@@ -396,8 +396,9 @@ def _with_lease(state: State, record: LeaseRecord) -> State:
 def _with_worker(state: State, key: str, worker: Worker) -> State:
     before = state.workers.get(key)
     unproven = state.unproven + worker.unproven - (before is not None and before.unproven)
+    ranks = state.rank_changes + (before is not None and before.rank is not worker.rank)
     workers = state.workers.insert(key, worker)
-    return replace(state, workers=workers, unproven=unproven)
+    return replace(state, workers=workers, unproven=unproven, rank_changes=ranks)
 
 
 def _with_standing(state: State, key: str, change: Callable[[Standing], Standing]) -> State:

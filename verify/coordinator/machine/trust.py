@@ -43,7 +43,7 @@ without a verdict are offered again, and none is a suspect.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from runspec.core.errors import one_line
@@ -251,7 +251,12 @@ class Claims:
         return True
 
     def claim(
-        self, validator: str, submissions: Iterable[str], now: float, *, judged: str | None = None
+        self,
+        validator: str,
+        submissions: Iterable[str],
+        now: float,
+        *,
+        judged: Callable[[], str | None] = lambda: None,
     ) -> str | None:
         """Claim the first free submission; suspects come last and alone.
 
@@ -259,7 +264,7 @@ class Claims:
             validator: public key of the validator.
             submissions: all submissions that wait for a verdict, the most urgent first.
             now: seconds since the epoch.
-            judged: a submission that was accepted before, to show that a validator works.
+            judged: returns a submission that was accepted before, to show that a validator works.
         """
         for submission, claim in list(self._claims.items()):
             if claim.until <= now:
@@ -284,9 +289,9 @@ class Claims:
         )
         first = overdue if not unproven else []
         chosen = next(iter([*first, *others, *suspects]), None)
-        if unproven and chosen in self._failures and judged is not None:
-            self._proving[validator] = judged
-            return judged
+        if unproven and chosen in self._failures and (known := judged()) is not None:
+            self._proving[validator] = known
+            return known
         if chosen is not None:
             self._claims[chosen] = Claim(validator, now + CLAIM_TIMEOUT_S, now + LONGEST_CLAIM_S)
         return chosen

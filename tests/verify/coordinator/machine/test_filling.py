@@ -199,9 +199,9 @@ class TestOverdue:
         assert due == silent.lease.issued + overdue.OVERDUE_AFTER * 10.0
         run.now = due - 0.1
         assert run.lease("x") is None
-        assert key("x") not in filling.hopeful(run.state, asking, run.now)
+        assert not filling.Hopes(run.state, run.now)(key("x"))
         run.now = due
-        assert key("x") in filling.hopeful(run.state, asking, run.now)
+        assert filling.Hopes(run.state, run.now)(key("x"))
         assert run.lease("x").lease.groups == silent.lease.groups
 
     def test_who_delivered_nothing_and_who_is_of_a_worse_rank_get_no_others_groups(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import settings
@@ -252,6 +253,9 @@ class Filling(RuleBasedStateMachine):
         state, now = self.run.state, self.run.now
         undecided = not filling.expired_leases(state, now) and not filling.decide_close(state, now)
         assert not undecided or self.ahead(filling.next_due(state, now))
+        ends = [record.expires for record in self.of("open")]
+        assert len(filling.expired_leases(state, now)) == sum(end <= now for end in ends)
+        assert state.leases.next_end(now) <= min((e for e in ends if e > now), default=inf)
         assert self.ahead(overdue.next_overdue(state, state.workers, now))
 
     def ahead(self, due):
@@ -280,9 +284,9 @@ class Filling(RuleBasedStateMachine):
 
     @invariant()
     def whoever_could_get_a_lease_is_asked(self):
-        """`hopeful` leaves out nobody for whom there is work."""
+        """`Hopes` leaves out nobody for whom there is work."""
         state, now = self.run.state, self.run.now
-        hopeful = filling.hopeful(state, state.workers, now)
+        hopeful = filter(filling.Hopes(state, now), state.workers)
         served = [k for k in state.workers if filling.decide_lease(state, k, now) is not None]
         assert set(served) <= set(hopeful)
 
