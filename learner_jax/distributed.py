@@ -220,14 +220,15 @@ def joined(
         heartbeat_s: seconds of silence after which a process counts as dead.
 
     Raises:
-        UserError: the address or the number is missing, or they are not as many as the spec says.
+        UserError: the address or the number is missing, they are not as many as the spec says, or
+            a number is not JAX's.
     """
     if processes == 1:
         yield Peers()
         return
     coordinator, index = _place(processes, coordinator, index)
     _join(processes, coordinator, index, log, join_s, heartbeat_s)
-    peers = Peers(jax.process_index(), _names(processes))
+    peers = Peers(jax.process_index(), _names(processes, index))
     who = ", ".join(f"{i}: {name}" for i, name in enumerate(peers.names))
     log.info("process %d of %d; %s", peers.index, peers.count, who)
     try:
@@ -335,12 +336,29 @@ def _join(
         )
 
 
-def _names(processes: int) -> list[str]:
-    name = f"{socket.gethostname()}, process id {os.getpid()}".encode()[:_NAME_BYTES]
+def _names(processes: int, index: int | None) -> list[str]:
+    """Who the processes are, by JAX's numbers.
+
+    Raises:
+        UserError: in every process, where one was given another number than JAX's. On TPUs JAX goes
+            by the slice's own numbers.
+    """
+    number = jax.process_index() if index is None else index
+    name = f"{number} {socket.gethostname()}, process id {os.getpid()}".encode()[:_NAME_BYTES]
     mine = np.zeros(_NAME_BYTES, np.uint8)
     mine[: len(name)] = np.frombuffer(name, np.uint8)
     gathered = multihost_utils.process_allgather(mine).reshape(processes, _NAME_BYTES)
-    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in gathered]
+    texts = (row.tobytes().rstrip(b"\0").decode(errors="replace") for row in gathered)
+    numbers, _, names = zip(*(text.partition(" ") for text in texts), strict=True)
+    for own, (given, where) in enumerate(zip(numbers, names, strict=True)):
+        if given != str(own):
+            raise UserError(
+                f"process {given} of the learner is {own} for JAX, on {where}",
+                place="TPU_WORKER_ID",
+                remedy="start each process on the host that has its number in the TPU slice (the "
+                "metadata's agent-worker-number), or set TPU_WORKER_ID to it",
+            )
+    return list(names)
 
 
 def _await_verdict(error: Exception, peers: Peers, heartbeat_s: int, log: logging.Logger) -> None:

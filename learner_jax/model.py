@@ -21,10 +21,11 @@ Letters: B rows, T positions, D hidden size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import EntryPoint
+from math import prod
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -324,10 +325,22 @@ def abstract_params(config: ModelConfig) -> dict[str, Any]:
     return split(config).weights
 
 
-@partial(jax.jit, static_argnames="config")
 def init_params(config: ModelConfig, key: Array) -> dict[str, Any]:
-    """Draws initial parameters, float32 (float64 under `jax_enable_x64`)."""
+    """Draw initial parameters, float32 (float64 under `jax_enable_x64`), in main memory.
+
+    They are drawn on the CPU, so that they depend on no mesh and a device need not hold them.
+    """
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return _init_params(config, key)
+
+
+@partial(jax.jit, static_argnames="config")
+def _init_params(config: ModelConfig, key: Array) -> dict[str, Any]:
     return draw(abstract_params(config), key)
+
+
+MOST_DRAWN = 2**28
+"""Numbers of one draw, which JAX holds as bits and as floats; a larger tree is drawn in parts."""
 
 
 def draw(abstract: Any, key: Array) -> Any:
@@ -342,14 +355,35 @@ def draw(abstract: Any, key: Array) -> Any:
 
     order = sorted(range(len(paths)), key=place)
     leaves = [paths[number][1] for number in order]
-    # One draw, cut up: a draw for each leaf takes ten times as long to compile.
-    ends = np.cumsum([leaf.size for leaf in leaves]).tolist()
-    parts = jnp.split(jax.random.normal(key, (ends[-1],)), ends[:-1])
-    drawn = {
-        number: leaf.initial.mean + leaf.initial.std * part.reshape(leaf.shape)
-        for number, leaf, part in zip(order, leaves, parts, strict=True)
-    }
-    return jax.tree.unflatten(tree, [drawn[number] for number in range(len(paths))])
+    found: list[list[Array]] = [[] for _ in paths]
+    for number, parts in enumerate(_draws([leaf.shape for leaf in leaves])):
+        # Cut up: a draw for each leaf takes ten times as long to compile.
+        ends = np.cumsum([prod(shape) for _, shape in parts]).tolist()
+        own = jax.random.fold_in(key, MOST_DRAWN + number) if number else key
+        values = jnp.split(jax.random.normal(own, (ends[-1],)), ends[:-1])
+        for (at, shape), part in zip(parts, values, strict=True):
+            initial = leaves[at].initial
+            found[order[at]].append(initial.mean + initial.std * part.reshape(shape))
+    return jax.tree.unflatten(tree, [p[0] if len(p) == 1 else jnp.concatenate(p) for p in found])
+
+
+def _draws(shapes: Sequence[tuple[int, ...]]) -> list[list[tuple[int, tuple[int, ...]]]]:
+    """Divide arrays into draws of at most `MOST_DRAWN` numbers, larger ones along their first axis.
+
+    Returns:
+        for each draw its parts, in order: the array's number and the part's shape.
+    """
+    draws, left = [list[tuple[int, tuple[int, ...]]]()], MOST_DRAWN
+    for number, (rows, *rest) in enumerate(shapes):
+        most = max(1, min(rows, MOST_DRAWN // prod(rest)))
+        for first in range(0, rows, most):
+            part = (min(most, rows - first), *rest)
+            if prod(part) > left and draws[-1]:
+                draws.append([])
+                left = MOST_DRAWN
+            draws[-1].append((number, part))
+            left -= prod(part)
+    return draws
 
 
 def abstract_lora(config: ModelConfig, lora: schema.Lora) -> dict[str, Any]:

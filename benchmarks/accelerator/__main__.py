@@ -37,7 +37,6 @@ BASE = ("numpy", "pydantic", "blake3", "cryptography", "aiohttp", "yaml")
 JAX = (*BASE, "jax", "flax", "optax", "jaxtyping", "ml_dtypes")
 TORCH = (*BASE, "torch", "transformers", "safetensors")
 ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -71,6 +70,7 @@ class Part:
     variant: str | None = None
     big_only: str | None = None
     """Why it is left out on a CPU."""
+    gpus: int = 1
 
 
 def part(name: str, module: str, share: float, packages: tuple[str, ...], **rest: object) -> Part:
@@ -110,16 +110,35 @@ PARTS = (
         needs=ROLLOUTS,
         big_only="on CPUs tests/sampler/engine start it",
     ),
+    part(
+        "vllm, tensor parallel",
+        "graphs",
+        65,
+        (*TORCH, "vllm"),
+        needs=ROLLOUTS,
+        variant="tensor",
+        big_only="on CPUs tests/sampler/engine start it",
+        gpus=2,
+    ),
+    part(
+        "two processes",
+        "pair",
+        60,
+        JAX,
+        after=NUMERICS,
+        big_only="on CPUs tests/learner_jax/test_hosts.py is this",
+        gpus=2,
+    ),
 )
 
 
 def main(parts: Sequence[Part] = PARTS, total_s: float = TOTAL_S) -> int:
     """Prints the table; 1 where a row is bad."""
-    gpu = first_gpu()
-    print(head(gpu), flush=True)
+    gpus = gpus_here()
+    print(head(gpus[0] if gpus else None), flush=True)
     bad = False
     with tempfile.TemporaryDirectory() as folder:
-        for name, row in table(parts, Path(folder), gpu is None, total_s):
+        for name, row in table(parts, Path(folder), len(gpus), total_s):
             bad |= row.verdict not in (*GOOD, "not run")
             cells = (name, row.what, row.figure, row.limit, row.verdict, f"{row.seconds:.1f}")
             print("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |", flush=True)
@@ -127,14 +146,16 @@ def main(parts: Sequence[Part] = PARTS, total_s: float = TOTAL_S) -> int:
 
 
 def table(
-    parts: Sequence[Part], folder: Path, small: bool, total_s: float
+    parts: Sequence[Part], folder: Path, gpus: int, total_s: float
 ) -> Iterator[tuple[str, Row]]:
-    """(part, row) as they come; at least one row of every part."""
-    begun = time.monotonic()
+    """(part, row) as they come; at least one row of every part. Without GPUs shapes are small."""
+    begun, small = time.monotonic(), not gpus
     packages = {package for each in parts for package in each.packages}
     missing = {package for package in packages if find_spec(package) is None}
     shares = {
-        each.name: 0.0 if missing & set(each.packages) or (small and each.big_only) else each.share
+        each.name: 0.0
+        if missing & set(each.packages) or (small and each.big_only) or 0 < gpus < each.gpus
+        else each.share
         for each in parts
     }
     bad: set[str] = set()
@@ -147,6 +168,8 @@ def table(
             rows = [not_run(f"no package {', '.join(absent)}")]
         elif small and each.big_only:
             rows = [not_run(each.big_only)]
+        elif not small and gpus < each.gpus:
+            rows = [not_run(f"{each.gpus} GPUs wanted, {gpus} here")]
         elif wrong:
             rows = [not_run(f"{', '.join(wrong)}: see above")]
         elif each.needs and not (folder / each.needs).exists():
@@ -170,7 +193,9 @@ def run(part: Part, folder: Path, small: bool, deadline_s: float) -> list[Row]:
     command = [sys.executable, "-m", part.module, f"--folder={folder}", f"--begun={time.time()}"]
     command += ["--small"] * small + [f"--variant={part.variant}"] * bool(part.variant)
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
-    environment = os.environ | ENVIRONMENT | cache | (ON_CPU if small else {})
+    numbers = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[: part.gpus]
+    seen = {"CUDA_VISIBLE_DEVICES": ",".join(numbers)}
+    environment = os.environ | ENVIRONMENT | seen | cache | (ON_CPU if small else {})
     begun = time.monotonic()
     # Files, not pipes: a process that the part leaves behind would keep a pipe open.
     with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
@@ -199,14 +224,14 @@ def run(part: Part, folder: Path, small: bool, deadline_s: float) -> list[Row]:
     return rows
 
 
-def first_gpu() -> str | None:
-    """Name, memory and driver of the first NVIDIA GPU; None where there is none."""
+def gpus_here() -> list[str]:
+    """Name, memory and driver of each NVIDIA GPU."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
-    return ", driver ".join(done.stdout.splitlines()[0].rsplit(", ", 1)) if done.stdout else None
+        return []
+    return [", driver ".join(line.rsplit(", ", 1)) for line in done.stdout.splitlines()]
 
 
 def head(gpu: str | None) -> str:

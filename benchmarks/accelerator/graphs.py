@@ -24,22 +24,27 @@ def measure(settings: Settings) -> Iterator[Row]:
     given = Rollouts.load(settings.folder)
     weights = settings.folder / "weights"
     found = {}
-    for eager in (True,) if settings.small else (False, True):
+    tensor = 2 if settings.variant == "tensor" else 1
+    for eager in (True,) if settings.small else (False, True)[: 3 - tensor]:
         name = "vLLM, eager" if eager else "vLLM, CUDA graphs"
-        found[name], text = sampled(given, settings, eager=eager)
+        name += f", {tensor} ranks" * (tensor > 1)
+        found[name], text = sampled(given, settings, eager=eager, tensor=tensor)
         yield Row(f"{name}: {len(given.keys)} rollouts", settings.speed(text))
     prefill, policy = load("torch", weights, learner_of(settings.small), settings)
     for name, rollouts in found.items():
         yield from distances(name, judged(prefill, policy, weights, rollouts))
 
 
-def sampled(given: Rollouts, settings: Settings, *, eager: bool) -> tuple[Rollouts, str]:
+def sampled(
+    given: Rollouts, settings: Settings, *, eager: bool, tensor: int
+) -> tuple[Rollouts, str]:
     """Sample the same prompts and keys by the engine; also tokens/s of the second time, as text."""
     prompt, output = given.prompts.shape[1], len(given.tokens[0])
     pool = SamplerPool.model_validate(
         {
             "name": "graphs",
-            "hardware": {"kind": "cpu" if settings.small else "any"},
+            "hardware": {"kind": "cpu" if settings.small else "any", "count": tensor},
+            "parallel": {"tensor": tensor},
             "max_model_len": prompt + output,
             "max_new_tokens": output,
             "enforce_eager": eager,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,8 @@ from runspec.core.models.parameters import useful_flops
 from runspec.core.schema import RunSpec
 
 
-def run_spec(case: Case) -> RunSpec:
-    """The run that a person would write for this batch on one GPU."""
+def run_spec(case: Case, devices: int = 1, rows: int = 1) -> RunSpec:
+    """The run that a person would write for this batch on some GPUs."""
     longest = max(case.lengths)
     pool = {
         "name": "local",
@@ -58,8 +59,9 @@ def run_spec(case: Case) -> RunSpec:
         "loss_normalizer": "token",
     }
     learner = {
-        "hardware": {"kind": "any", "count": 1},
-        "packing": {"tokens": case.tokens, "rows": 1},
+        "hardware": {"kind": "any", "count": devices},
+        "mesh": {"fsdp": devices},
+        "packing": {"tokens": case.tokens, "rows": rows},
         "remat": case.remat,
         "attention": case.attention,
         "compute_dtype": case.dtype,
@@ -106,10 +108,22 @@ class Prepared:
         return self.programs.accumulate(self.state.params, self.tokens, inputs, self.microbatches)
 
 
-def prepare(case: Case, weights: Path | None = None) -> Prepared:
-    """Random weights, which `weights` then holds for another side, and the batch."""
-    spec, config = run_spec(case), parse_config(case.config(), place="case")
-    mesh = make_mesh(spec.learner.mesh)
+def prepare(
+    case: Case, weights: Path | None = None, *, devices: Sequence[Any] = (), rows: int = 1
+) -> Prepared:
+    """Random weights, which `weights` then holds for another side, and the batch.
+
+    Args:
+        case: what is computed.
+        weights: a folder.
+        devices: of the mesh; by default the first.
+        rows: of a microbatch, of which all but the first are empty.
+    """
+    spec, config = (
+        run_spec(case, len(devices) or 1, rows),
+        parse_config(case.config(), place="case"),
+    )
+    mesh = make_mesh(spec.learner.mesh, devices or None)
     programs = build_programs(spec, config, mesh)
     params = init_params(config, jax.random.key(0))
     if weights is not None:
@@ -120,7 +134,7 @@ def prepare(case: Case, weights: Path | None = None) -> Prepared:
     ids, advantages = case.batch()
     cut = case.tokens // SAMPLES // PROMPT
     samples = [Sample(tokens[:cut], tokens[cut:]) for tokens in ids]
-    size = {"tokens": case.tokens, "rows": 1, "microbatches": microbatch_bound(spec)}
+    size = {"tokens": case.tokens, "rows": rows, "microbatches": microbatch_bound(spec)}
     packed = pack(samples, **size)
     each = token_weights([len(s.output) for s in samples], "token", max_new_tokens=case.tokens)
     per_token = [packed.scatter(values) for values in (each, advantages.tolist())]

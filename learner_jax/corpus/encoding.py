@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from bridge.model_files import output_directory
 from learner_jax.corpus import Counts, Document, Kind, read_all, reported
-from learner_jax.corpus.sources import Conversation, only_parts, read_rows, spans_of
+from learner_jax.corpus.sources import Conversation, only_parts, read_rows, spans_of, token_columns
 from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError
 from runspec.core.models import made_tokenizer_files
@@ -120,26 +120,56 @@ class Encoder:
         Raises:
             UserError: a document cannot be read, or has a token that the model lacks.
         """
-        for batch in _batches(read_rows(source, files, counts, SFT if self.masked else PRETRAIN)):
-            found = list(self._tokenized(batch, counts))
-            kept = [each for each in found if len(each.ids) > 1]
-            counts.too_short += len(found) - len(kept)
-            if kept:
-                yield self._joined(kept)
+        algorithm = SFT if self.masked else PRETRAIN
+        paths: Sequence[Path | None] = files or (None,)  # None: reads are generated
+        for path in paths:
+            if path is not None and (columns := token_columns(source, path, algorithm)) is not None:
+                for ids, lengths in columns:
+                    yield from self._ids(ids, lengths, str(path), counts)
+                continue
+            own = [path] if path is not None else []
+            for batch in _batches(read_rows(source, own, counts, algorithm)):
+                found = list(self._tokenized(batch, counts))
+                kept = [each for each in found if len(each.ids) > 1]
+                counts.too_short += len(found) - len(kept)
+                if kept:
+                    yield self._joined(kept)
+
+    def _ids(
+        self, ids: np.ndarray, lengths: np.ndarray, place: str, counts: Counts
+    ) -> Iterator[Encoded]:
+        """Yield documents that are token ids already, one after the other."""
+        counts.documents += int((lengths > 0).sum())
+        counts.empty += int((lengths == 0).sum())
+        counts.too_short += int((lengths == 1).sum())
+        kept = lengths > 1
+        if kept.any():
+            tokens, lengths = ids[np.repeat(kept, lengths)], lengths[kept]
+            yield self._encoded(tokens, np.ones(len(tokens), bool), lengths, lambda _: place)
 
     def _joined(self, documents: Sequence[Tokenized]) -> Encoded:
         lengths = np.array([len(each.ids) for each in documents])
+        tokens = np.concatenate([each.ids for each in documents])
+        masks = [each.mask for each in documents if each.mask is not None]
+        mask = np.concatenate(masks) if masks else np.ones(len(tokens), bool)
+        return self._encoded(tokens, mask, lengths, lambda number: documents[number].place)
+
+    def _encoded(
+        self,
+        tokens: np.ndarray,
+        mask: np.ndarray,
+        lengths: np.ndarray,
+        place: Callable[[int], str],
+    ) -> Encoded:
         ends = np.cumsum(lengths)
-        starts, tokens = ends - lengths, np.concatenate([each.ids for each in documents])
+        starts = ends - lengths
         outside = np.flatnonzero((tokens < 0) | (tokens >= self.vocabulary))
         if len(outside):
             raise UserError(
                 f"token id {tokens[outside[0]]}, the model has {self.vocabulary}",
-                place=documents[np.searchsorted(ends, outside[0], "right")].place,
+                place=place(int(np.searchsorted(ends, outside[0], "right"))),
                 remedy="name the tokenizer of this model, or another id_offset",
             )
-        masks = [each.mask for each in documents if each.mask is not None]
-        mask = np.concatenate(masks) if masks else np.ones(len(tokens), bool)
         mask[starts] = False
         trained = np.add.reduceat(mask, starts, dtype=np.int64)
         text_bytes = np.add.reduceat(np.where(mask, self.text_bytes[tokens], 0), starts)

@@ -3,16 +3,17 @@
 A folder of the cache holds the tokens of all documents, one after the other, and what is known of
 each document. The rows follow from these, from the seed and from the length of a row, so that any
 process can read any row. They are in a folder of their own: runs with another seed share the
-tokens.
+tokens. Tables are written as they are made and mapped as they are read, and documents are packed a
+shard of them at a time, so memory does not grow with the corpus.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from array import array
+import operator
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ class CorpusRows:
     where none is trained."""
 
 
+SHARD = 2**22
+"""Documents that are ordered and packed together."""
 WINDOW = 8192
 """Pieces that are packed together: all but the window's last rows come out nearly full."""
 _DOCUMENT_STREAM, _ROW_STREAM = 0, 1
@@ -67,38 +70,67 @@ class Rows:
         """Rows."""
         return len(self.first) - 1
 
-    def save(self, folder: Path) -> None:
-        """Write the arrays into a new folder, a file each."""
-        folder.mkdir()
-        for name, values in vars(self).items():
-            np.save(folder / f"{name}.npy", values)
-
     @classmethod
     def load(cls, folder: Path) -> Rows:
-        """Map the arrays that `save` wrote.
+        """Map the arrays that `RowsWriter` wrote.
 
         Raises:
             OSError: a file is missing.
             ValueError: a file is damaged.
         """
-        names = cls.__dataclass_fields__
-        return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in names))
+        rows = cls(*(_mapped(folder / name) for name in cls.__dataclass_fields__))
+        if {len(rows.start), len(rows.length), len(rows.document)} != {int(rows.first[-1])}:
+            raise ValueError("pieces of rows are missing")
+        return rows
+
+
+class RowsWriter:
+    """Writes the rows of shard after shard into a new folder, a file for each array.
+
+    Args:
+        folder: is made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._files = {name: (folder / name).open("wb") for name in Rows.__dataclass_fields__}
+        self._pieces = 0
+
+    def add(self, rows: Rows) -> None:
+        """Append the rows of a shard."""
+        for name, values in vars(rows).items():
+            values = values[:-1] + self._pieces if name == "first" else values
+            self._files[name].write(values.astype("<i8").tobytes())
+        self._pieces += len(rows.start)
+
+    def close(self) -> None:
+        """Write the end of the last row, and close the files."""
+        self._files["first"].write(np.int64(self._pieces).tobytes())
+        for file in self._files.values():
+            file.close()
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """Map a file of int64; numpy maps no empty one."""
+    size = path.stat().st_size
+    return np.memmap(path, "<i8", "r") if size else np.zeros(0, np.int64)
 
 
 def split_documents(
-    lengths: np.ndarray, held_out_tokens: int, seed: int
+    lengths: np.ndarray, held_out_tokens: int, seed: int, shard: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw an order of the documents; the first of them are held out.
+    """Draw an order of the documents of a shard; the first of them are held out.
 
     Args:
         lengths: int64 [documents], in tokens.
         held_out_tokens: the fewest documents with so many tokens are held out.
         seed: of the run.
+        shard: number of the shard.
 
     Returns:
         the numbers of the documents to train on and of those held out, int64, in drawn order.
     """
-    order = _permutation(len(lengths), seed, _DOCUMENT_STREAM)
+    order = _permutation(len(lengths), seed, _DOCUMENT_STREAM, *([shard] if shard else []))
     before = np.cumsum(lengths[order]) - lengths[order]
     held_out = before < held_out_tokens
     return order[~held_out], order[held_out]
@@ -116,7 +148,7 @@ def pack_documents(documents: np.ndarray, ends: np.ndarray, tokens: int) -> Rows
         ends: int64 [all documents], where each ends among the tokens of the corpus.
         tokens: length of a row, at least 2.
     """
-    starts = np.concatenate([[0], ends[:-1]])[documents]
+    starts = np.where(documents > 0, ends[documents - 1], 0)
     lengths = ends[documents] - starts
     # n tokens make n - 1 predictions, of which a piece has at most tokens - 1.
     pieces = -(-(lengths - 1) // (tokens - 1))
@@ -152,11 +184,11 @@ def _permutation(count: int, *key: int) -> np.ndarray:
     return np.argsort(draws, kind="stable")
 
 
-FORMAT = 3
+FORMAT = 4
 """Part of the digest: a change of what a corpus holds raises it."""
 OTHERS_S = 24 * 3600.0
 """How long another process may take to make the same corpus."""
-_TOKENS, _MASK, _DOCUMENTS, _META = "tokens.bin", "mask.bin", "documents.npy", "meta.json"
+_TOKENS, _MASK, _DOCUMENTS, _META = "tokens.bin", "mask.bin", "documents.bin", "meta.json"
 _TRAINED, _HELD_OUT = "trained", "held_out"
 _END, _TRAINED_TOKENS, _BYTES, _SOURCE = range(4)
 """Columns of the documents: where the tokens end, trained tokens, their bytes, the source."""
@@ -177,17 +209,18 @@ class Totals:
 
     @property
     def bytes_per_token(self) -> float:
-        """Mean bytes of text for each token in the loss."""
-        return self.text_bytes / self.trained_tokens
+        """Mean bytes of text for each token in the loss; special tokens stand for none."""
+        return max(self.text_bytes, 1) / self.trained_tokens
 
     @classmethod
-    def of(cls, documents: np.ndarray, numbers: np.ndarray, row: int) -> Totals:
-        """Add up documents by their numbers; a row has `row` tokens."""
-        lengths = np.diff(documents[:, _END], prepend=0)[numbers]
-        trained, text_bytes = (documents[numbers, each].sum() for each in (_TRAINED_TOKENS, _BYTES))
+    def of(cls, documents: np.ndarray, lengths: np.ndarray, row: int) -> Totals:
+        """Add up documents: their rows of the table, and tokens; a row has `row` tokens."""
+        trained, text_bytes = (documents[:, each].sum() for each in (_TRAINED_TOKENS, _BYTES))
         cut, tokens = int((lengths > row).sum()), int(lengths.sum())
-        # Special tokens stand for no bytes; nobody divides by 0.
-        return cls(len(numbers), cut, tokens, int(trained), max(int(text_bytes), 1))
+        return cls(len(lengths), cut, tokens, int(trained), int(text_bytes))
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(*map(operator.add, astuple(self), astuple(other)))
 
 
 class Corpus:
@@ -210,13 +243,15 @@ class Corpus:
             self._tokens = np.memmap(folder / _TOKENS, np.dtype(meta["dtype"]), "r")
             masked = meta["masked"]
             self._mask = np.memmap(folder / _MASK, np.bool_, "r") if masked else None
-            self._documents = np.load(folder / _DOCUMENTS, mmap_mode="r")
+            self._documents = _mapped(folder / _DOCUMENTS).reshape(-1, 4)
             self._rows, self._held_out = (Rows.load(packed / n) for n in (_TRAINED, _HELD_OUT))
             self.totals, self.kept = Totals(**said[_TRAINED]), Totals(**said[_HELD_OUT])
             """Numbers of the documents to train on, and of those held out."""
             flat = [self._tokens] if self._mask is None else [self._tokens, self._mask]
             if any(len(each) != meta["tokens"] for each in flat):
                 raise ValueError("tokens are missing")
+            if len(self._documents) != self.totals.documents + self.kept.documents:
+                raise ValueError("documents are missing")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"damaged corpus: {error}",
@@ -391,8 +426,12 @@ def _make(
 ) -> None:
     """Write tokens, masks and the table of documents; the caller renames the folder."""
     counts, ended = Counts(), False
-    columns, end = array("q"), 0
-    with (folder / _TOKENS).open("wb") as tokens, (folder / _MASK).open("wb") as mask:
+    end = 0
+    with (
+        (folder / _TOKENS).open("wb") as tokens,
+        (folder / _MASK).open("wb") as mask,
+        (folder / _DOCUMENTS).open("wb") as table,
+    ):
         for number, source in enumerate(sources):
             for each in reported(encoder.encoded(source, files[source.name], counts), counts, log):
                 tokens.write(each.tokens.astype(encoder.dtype).tobytes())
@@ -400,12 +439,12 @@ def _make(
                     mask.write(each.mask.tobytes())
                 ends, many = end + np.cumsum(each.lengths), np.full(len(each.lengths), number)
                 rows = np.stack([ends, each.trained, each.text_bytes, many], axis=1)
-                columns.frombytes(rows.astype(np.int64).tobytes())
+                table.write(rows.astype("<i8").tobytes())
                 end = int(ends[-1])
                 ended = ended or bool((each.tokens[each.mask] == encoder.end).any())
     if not encoder.masked:
         (folder / _MASK).unlink()
-    if not columns:
+    if not end:
         raise UserError(
             f"no document can be trained on: {counts}",
             place="data.sources",
@@ -413,7 +452,6 @@ def _make(
         )
     if encoder.end is not None and not ended:
         log.warning("no trained token is the end token: the model does not learn to stop")
-    np.save(folder / _DOCUMENTS, np.frombuffer(columns, np.int64).reshape(-1, 4))
     meta = {"dtype": encoder.dtype, "masked": encoder.masked, "tokens": end}
     meta["counts"] = asdict(counts)
     (folder / _META).write_bytes(canonical_json(meta))
@@ -422,12 +460,23 @@ def _make(
 def _pack(folder: Path, corpus: Path, spec: RunSpec) -> None:
     """Write the rows of a corpus; the caller renames the folder."""
     assert spec.supervised is not None
-    documents, row = np.load(corpus / _DOCUMENTS), spec.learner.packing.tokens
-    ends = documents[:, _END]
-    lengths = np.diff(ends, prepend=0)
-    split = split_documents(lengths, spec.supervised.held_out.tokens, spec.seed)
-    totals = {}
-    for name, numbers in zip((_TRAINED, _HELD_OUT), split, strict=True):
-        pack_documents(numbers, ends, row).save(folder / name)
-        totals[name] = asdict(Totals.of(documents, numbers, row))
-    (folder / _META).write_bytes(canonical_json(totals))
+    table, row = _mapped(corpus / _DOCUMENTS).reshape(-1, 4), spec.learner.packing.tokens
+    asked, tokens = spec.supervised.held_out.tokens, int(table[-1, _END])
+    writers = {name: RowsWriter(folder / name) for name in (_TRAINED, _HELD_OUT)}
+    totals = dict.fromkeys(writers, Totals(0, 0, 0, 0, 0))
+    for shard, first in enumerate(range(0, len(table), SHARD)):
+        documents = np.array(table[first : first + SHARD])
+        begin = int(table[first - 1, _END]) if first else 0
+        ends = documents[:, _END] - begin
+        lengths = np.diff(ends, prepend=0)
+        its_share = -(-asked * int(ends[-1]) // tokens)
+        split = split_documents(lengths, its_share, spec.seed, shard)
+        for (name, writer), numbers in zip(writers.items(), split, strict=True):
+            rows = pack_documents(numbers, ends, row)
+            rows = replace(rows, start=rows.start + begin, document=rows.document + first)
+            writer.add(rows)
+            totals[name] += Totals.of(documents[numbers], lengths[numbers], row)
+    for writer in writers.values():
+        writer.close()
+    said = {name: asdict(each) for name, each in totals.items()}
+    (folder / _META).write_bytes(canonical_json(said))

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast, get_args
 
 import numpy as np
+import pyarrow as pa
 
 from learner_jax.corpus import (
+    MAX_DOCUMENT_BYTES,
     Counts,
     Document,
     Kind,
@@ -26,6 +28,7 @@ from learner_jax.corpus import (
     require_unicode,
 )
 from runspec.core.errors import UserError
+from runspec.core.rows import open_parquet, parquet_groups, readable, too_long
 from runspec.core.schema import RunSpec, Source
 from runspec.core.schema.load import load_resolved
 from runspec.core.schema.source_files import PARAMS, column_of, is_generated, source_files
@@ -72,6 +75,43 @@ def read_rows(
         )
 
 
+def token_columns(
+    source: Source, path: Path, algorithm: str
+) -> Iterator[tuple[np.ndarray, np.ndarray]] | None:
+    """Read token ids of a Parquet file column by column; None where `read_rows` has to.
+
+    Returns:
+        for some rows after others, int64 [tokens] and int64 [rows]: their ids and lengths. None
+        where rows are no lists of integers.
+
+    Raises:
+        UserError: it is not Parquet, or a row is null or too long; then while it is read.
+    """
+    what, column = column_of(source, algorithm)
+    if what != "tokens" or source.kind != "parquet":
+        return None
+    place, offset = str(path), int(str(source.params.get("id_offset", 0)))
+    with readable(place, "Parquet"):
+        schema = open_parquet(path, {column}).schema_arrow
+    kind = schema.field(column).type if column in schema.names else pa.null()
+    if not pa.types.is_list(kind) or not pa.types.is_integer(kind.value_type):
+        return None
+    return _columns(path, column, offset)
+
+
+def _columns(path: Path, column: str, offset: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    with readable(str(path), "Parquet"):
+        for number, table in parquet_groups(path, [column], str(path)):
+            for chunk in table.column(column).chunks:
+                ids = chunk.flatten()
+                if chunk.null_count or ids.null_count:
+                    raise _no_ids(column, f"{path}, row group {number}")
+                lengths = chunk.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+                if lengths.max(initial=0) * ids.type.bit_width // 8 > MAX_DOCUMENT_BYTES:
+                    raise too_long(f"{path}, row group {number}", MAX_DOCUMENT_BYTES)
+                yield ids.to_numpy().astype(np.int64) + offset, lengths
+
+
 def _token_ids(column: str, offset: int, row: Mapping[str, Any], place: str) -> np.ndarray:
     value = row.get(column)
     try:
@@ -80,7 +120,11 @@ def _token_ids(column: str, offset: int, row: Mapping[str, Any], place: str) -> 
         found = np.array(None)
     if found.ndim == 1 and (found.dtype.kind == "i" or not found.size):
         return found.astype(np.int64) + offset
-    raise UserError(
+    raise _no_ids(column, place)
+
+
+def _no_ids(column: str, place: str) -> UserError:
+    return UserError(
         f"{column!r} holds no list of token ids",
         place=place,
         remedy="name the field that holds them with params: {tokens: NAME}",

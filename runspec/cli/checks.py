@@ -22,7 +22,14 @@ from rich.table import Table
 from rich.text import Text
 
 from runspec import cli
-from runspec.core.entry_points import LISTS, extra_of, install_command, list_command, machine_kind
+from runspec.core.entry_points import (
+    LISTS,
+    NO_TPU_SAMPLER,
+    extra_of,
+    install_command,
+    list_command,
+    machine_kind,
+)
 from runspec.core.errors import BadUsage, UserError, bad_usage, size
 from runspec.core.files import expand_user
 from runspec.core.models.family import model_config
@@ -175,8 +182,8 @@ def _software(facts: Facts) -> Iterator[Check]:
     kind = machine_kind(facts.gpus, facts.tpus)
     found = f"{LISTS[kind].file} fits this machine ({kind})"
     if kind == "tpu":
-        found += f"; {LISTS['tpu-sampler'].file} does where it only samples"
-    well = not facts.builds or BUILDS[kind] in facts.builds
+        found += f"; no sampler: {NO_TPU_SAMPLER}"
+    well = not facts.builds or BUILDS.get(kind) in facts.builds
     if not well:
         found += f"; installed is {', '.join(facts.builds)}, which is for other machines"
     yield Check("requirements", "ok" if well else "warn", found, list_command(kind))

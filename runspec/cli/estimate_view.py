@@ -341,6 +341,11 @@ def _supervised(estimate: RunEstimate, run: SupervisedEstimate, console: Console
         _say(console, f"{_count(run.tokens_per_s)} tokens/s")
     if flops is not None and flops.held_out > 0.005 * flops.total:
         _say(console, f"{flops.held_out / flops.total:.0%} of the FLOPs measure held-out loss")
+    if run.corpus_bytes is not None:
+        disk, made = size(run.corpus_bytes), _time(run.corpus_s)
+        _say(console, f"a corpus of as many tokens has {disk}, and is made in {made} before that")
+    if run.drawn_bytes is not None:
+        _say(console, f"version 0 is drawn in {size(run.drawn_bytes)} of the trunk's main memory")
     every = "every step" if run.publish_every == 1 else f"every {run.publish_every:,} steps"
     _say(console, f"a version {every}, {run.versions:,} in all")
     if run.publish_s and step_s and run.publish_s > run.publish_every * step_s:

@@ -215,7 +215,7 @@ def _join(
         raise UserError(
             f"Python packages not installed here: {', '.join(absent)}",
             place="join",
-            remedy=f"{install_command('sampler-cuda')} (or sampler-cpu, sampler-tpu)",
+            remedy=f"{install_command('sampler-cuda')} (or sampler-cpu)",
         )
     from verify import PERSON_S
     from verify.client import CoordinatorClient  # it needs them

@@ -52,15 +52,20 @@ class PinnedList:
     extras: tuple[str, ...]
 
 
-LISTS = {
+LISTS: dict[Kind, PinnedList] = {
     "cpu": PinnedList("requirements/laptop.txt", "3.11", ("learner", "sampler-cpu", "report")),
     "cuda": PinnedList(
         "requirements/cuda.txt", "3.11", ("learner-cuda", "sampler-cuda", "ray", "report")
     ),
     "tpu": PinnedList("requirements/tpu.txt", "3.11", ("learner-tpu", "ray", "report")),
-    "tpu-sampler": PinnedList("requirements/tpu-sampler.txt", "3.12", ("sampler-tpu",)),
 }
-"""Lists by machine: one for each `Kind`, for a whole run, and one for TPU hosts that sample."""
+"""Lists by machine; that for TPUs has no sampler."""
+NO_TPU_SAMPLER = (
+    "vLLM 0.32 takes no custom logits processor on TPUs, which seeds tokens and records proofs, "
+    "and loads no new weights there"
+)
+"""Source: its `v1/sample/logits_processor/__init__.py`, and `TPUWorker`, which has neither
+`reload_weights` nor an `update_weights` that does anything."""
 
 
 def machine_kind(gpus: Sequence[str], tpus: int) -> Kind:

@@ -52,7 +52,12 @@ it."""
 SAMPLED_TOKEN_S, CHECKED_TOKEN_S = 4e-4, 1e-4
 """Seconds of a token beside its FLOPs, in a replica and in a validator on a CPU. With `CPU_FLOPS`
 they are about what the laptop profile's 0.2 M parameters reach on two cores."""
-OURS = "runspec.estimate"
+TOKENIZED_PER_S, IDS_PER_S = 1e6, 30e6
+"""Tokens/s at which a corpus is made of text, and of Parquet files of token ids; measured on a core
+(docs/learner_jax.md)."""
+DOCUMENT_BYTES = 56.0
+"""Of a corpus on disk, for each document beside its tokens."""
+OURS = "assumed, not measured"
 """Source of a figure of this package, which no field of the spec gives."""
 _SIGNIFICAND_BITS = {"float32": 24, "bfloat16": 8}
 
@@ -65,7 +70,7 @@ class Assumed:
     value: float
     unit: str
     source: str
-    """Field of the spec, its derivation, or `runspec.estimate` for a figure of this package."""
+    """Field of the spec, its derivation, or `OURS`."""
 
 
 def learner_mfu(spec: RunSpec) -> Assumed:

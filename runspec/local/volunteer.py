@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from runspec.core.entry_points import Kind, extra_of, install_command
+from runspec.core.entry_points import NO_TPU_SAMPLER, Kind, extra_of, install_command
 from runspec.core.errors import UserError, reported, size
 from runspec.core.models import ModelConfig
 from runspec.core.process import SUPERVISOR, Endpoints, save_endpoints
@@ -26,13 +26,11 @@ from runspec.estimate.broadcast import version_size
 from runspec.estimate.fit import Unfit, fitted
 from runspec.estimate.speed import sampler_memory
 from runspec.local.machine import BUILDS, Facts, alike, thread_limits, vllm_environment
-from runspec.local.preflight import ROLE_MODULES, Missing
+from runspec.local.preflight import ROLE_MODULES, STORED_VERSIONS, Missing
 from runspec.local.run_dir import write_spec
 
 ROOM_BYTES = 1 << 30
 """Disk for the log, and the engine's own files."""
-STORED_VERSIONS = 3
-"""The version that is sampled from, the newest, and one on its way."""
 
 
 def served(
@@ -139,7 +137,11 @@ def choose_pool(found: Mapping[str, Sequence[Missing]], asked: str | None) -> st
 
 def _build(pool: SamplerPool, facts: Facts) -> Iterator[Missing]:
     kind = pool.hardware.kind
-    where: Kind = "cpu" if kind == "cpu" else "tpu" if kind.startswith("tpu") else "cuda"
+    if kind.startswith("tpu"):
+        remedy = "sample on CPUs or GPUs"
+        yield Missing(f"samplers.{pool.name}.hardware.kind", NO_TPU_SAMPLER, remedy)
+        return
+    where: Kind = "cpu" if kind == "cpu" else "cuda"
     path = f"samplers.{pool.name}.engine"
     install = install_command(extra_of("sampler", where))
     if absent := [name for name in ROLE_MODULES["sampler"] if not facts.has_module(name)]:

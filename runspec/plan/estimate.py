@@ -12,6 +12,7 @@ from runspec.core.models import ModelConfig, device_count, device_of
 from runspec.core.models.parameters import StepFlops, parameter_count, step_flops
 from runspec.core.schema import RunSpec, SamplerPool
 from runspec.core.schema.role_names import island_names, island_spec
+from runspec.core.schema.source_files import column_of
 from runspec.estimate import LearnerMemory, assumed, learner_memory, speed, update_microbatches
 from runspec.estimate.assumed import Assumed, Cost, cost, inputs
 from runspec.estimate.broadcast import (
@@ -171,6 +172,12 @@ class SupervisedEstimate:
     """Steps between two of them."""
     publish_s: float | None
     """Seconds of the publisher for one version."""
+    drawn_bytes: int | None
+    """Main memory in which version 0 is drawn; None where the model has weights."""
+    corpus_bytes: float | None
+    """Disk of a corpus of as many tokens as the run trains, of documents as long as rows."""
+    corpus_s: float
+    """Seconds in which process 0 makes it."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +243,7 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
     check = speed.check_tokens_per_s(spec, config)
     step_s = speed.learner_seconds(spec, config)
     flops = step_flops(spec, config, speed.mean_tokens(spec)) if config is not None else None
-    settled, stalled, supervised = None, "", _supervised(spec, size, flops, step_s)
+    settled, stalled, supervised = None, "", _supervised(spec, config, flops, step_s)
     if supervised is None and not unknown:
         settled, stalled = timeline(spec, config)
     run_s = settled.start_s + (spec.steps - 1) * settled.step_s if settled else None
@@ -308,12 +315,18 @@ def _islands(spec: RunSpec, config: ModelConfig, step_s: float | None) -> Island
 
 
 def _supervised(
-    spec: RunSpec, size: VersionSize | None, flops: StepFlops | None, step_s: float | None
+    spec: RunSpec, config: ModelConfig | None, flops: StepFlops | None, step_s: float | None
 ) -> SupervisedEstimate | None:
     """Return the figures of a supervised run; None for `grpo`."""
     if (algorithm := spec.supervised) is None:
         return None
     tokens = algorithm.updates_per_step * algorithm.tokens_per_update
+    size = version_size(spec, config) if config is not None else None
+    ids = all(column_of(each, algorithm.kind)[0] == "tokens" for each in spec.data.sources)
+    rate = assumed.IDS_PER_S if ids else assumed.TOKENIZED_PER_S
+    each_token = assumed.DOCUMENT_BYTES / assumed.document_tokens(spec).value
+    if config is not None:
+        each_token += 2 if config.vocab_size <= 1 << 16 else 4
     return SupervisedEstimate(
         updates=algorithm.updates_per_step,
         microbatches=sum(
@@ -326,6 +339,9 @@ def _supervised(
         versions=1 + -(-spec.steps // algorithm.publish_every),
         publish_every=algorithm.publish_every,
         publish_s=model.publish_seconds(spec, size) if size else None,
+        drawn_bytes=4 * parameter_count(config) if config and spec.model.shape else None,
+        corpus_bytes=spec.steps * tokens * each_token if config else None,
+        corpus_s=spec.steps * tokens / rate,
     )
 
 

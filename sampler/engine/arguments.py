@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from runspec.core.entry_points import NO_TPU_SAMPLER
 from runspec.core.errors import UserError
 from runspec.core.models.family import load_config
 from runspec.core.models.parameters import (
@@ -57,9 +58,17 @@ def engine_arguments(
         options: override the arguments chosen here.
 
     Raises:
-        RunStopped: on a CPU, the KV cache has no room for one sequence.
+        RunStopped: on a CPU, the KV cache has no room for one sequence; on a TPU, always.
     """
     kind = pool.hardware.kind
+    if kind.startswith("tpu"):
+        raise RunStopped(
+            f"{kind}: {NO_TPU_SAMPLER}",
+            place=f"samplers.{pool.name}.hardware.kind",
+            remedy="sample on CPUs or GPUs",
+        )
+    from sampler.engine.worker_extension import ManyRanks, OneRank
+
     arguments: dict[str, Any] = {
         "model": str(weights_dir),
         "dtype": pool.dtype,
@@ -81,11 +90,8 @@ def engine_arguments(
     if kind == "cpu":
         arguments["block_size"] = CPU_BLOCK_TOKENS
         arguments["kv_cache_memory_bytes"] = cpu_kv_bytes(pool, load_config(weights_dir))
-    if not kind.startswith("tpu"):  # TPUs have an executor of their own
-        from sampler.engine.worker_extension import ManyRanks, OneRank
-
-        executor = OneRank if pool.parallel.tensor == 1 else ManyRanks
-        arguments["distributed_executor_backend"] = executor
+    executor = OneRank if pool.parallel.tensor == 1 else ManyRanks
+    arguments["distributed_executor_backend"] = executor
     arguments |= options
     if kind == "cpu":  # without room for one sequence it would wait for ever
         block = int(arguments["block_size"])

@@ -136,14 +136,14 @@ class Engine:
             held, self._held = self._held, None
             try:
                 patched = self._loop.run(self._replace(held, weights_dir, version))
-                report = self.check(weights_dir, version)
+                report = self._loop.run(self._check(weights_dir, version, patched))
                 self._loop.run(self._open(weights_dir, version))
             except Exception as error:
                 self._loop.run(self._give_up(error))
                 raise
             seconds = time.monotonic() - begun
             paused = seconds if self._paused_s is None else self._paused_s
-            return replace(report, load_s=seconds, pause_s=paused, patched=patched)
+            return replace(report, load_s=seconds, pause_s=paused, patched=patched is not None)
 
     def submit(self, requests: Sequence[SampleRequest]) -> Future[list[Sampled]]:
         """Sample every request, together with everything else under way.
@@ -248,27 +248,30 @@ class Engine:
             self._fail(error)
             raise
 
-    async def _replace(self, held: Path | None, weights_dir: Path, version: int) -> bool:
-        """Load weights into vLLM, pausing sequences under way; return whether as a patch.
+    async def _replace(
+        self, held: Path | None, weights_dir: Path, version: int
+    ) -> LoadReport | None:
+        """Load weights into vLLM, pausing sequences under way; return the report of a patch.
 
-        A patch overwrites what differs between the loaded version and the other, in place. If a
-        rank cannot, everything is loaded.
+        A patch overwrites what differs between the loaded version and the other, in place, and
+        compares. If a rank cannot, everything is loaded, and None returned.
         """
         self._loads += 1
         if (client := self._client) is None:
             await self._start(weights_dir, version)
-            return False
+            return None
         core, in_flight = client.core, self._pool.in_flight_updates
         client.shut()
         if in_flight:
             await core.pause()
             self._paused_at = time.monotonic()
         try:
-            patched = held is not None and held.is_dir()
-            if patched:
+            patched = None
+            if held is not None and held.is_dir():
                 folders = {"base_dir": str(held), "weights_dir": str(weights_dir)}
-                patched = all(await core.rpc("patch_weights", **folders))
-            if not patched:
+                replies = await core.rpc("patch_weights", **folders)
+                patched = merge(replies) if all(replies) else None
+            if patched is None:
                 await core.rpc("reload_weights", weights_path=str(weights_dir))
                 await core.rpc("repack_tied_head")  # vLLM's reload leaves its packed copy stale
         except EngineDied:
@@ -286,10 +289,12 @@ class Engine:
             await core.reset_prefix_cache()  # the salt suffices; this frees the memory at once
         return patched
 
-    async def _check(self, weights_dir: Path, version: int) -> LoadReport:
-        report = merge(
-            await self._require_client().core.rpc("compare_weights", weights_dir=str(weights_dir))
-        )
+    async def _check(
+        self, weights_dir: Path, version: int, report: LoadReport | None = None
+    ) -> LoadReport:
+        if report is None:
+            core = self._require_client().core
+            report = merge(await core.rpc("compare_weights", weights_dir=str(weights_dir)))
         require_same_bytes(report, weights_dir, version)
         await self._resume()  # the probe has to run; what else runs is not answered yet
         if self._probe or (weights_dir / PROBE_FILE).exists():

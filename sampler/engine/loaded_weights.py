@@ -7,12 +7,11 @@ matrix lives in a packed copy, and the original is dropped) or quantised cannot 
 are named, and the log-probs of `probe.json` check them. A tensor without a parameter in the engine
 is a difference.
 
-Most published bits stay the same from step to step. If a parameter holds the bits of the files, the
-changed elements of this rank's slice are overwritten in place. If a changed layer is repacked or
-quantised, vLLM's own loader reloads that layer. Each rank compares the two directories itself:
-their files were verified at download, and the new version may be several steps after the loaded
-one. Afterwards the engine is checked as after any load. Both ways write into the existing tensors,
-so CUDA graphs, which hold addresses, compute with the new version.
+A switch reads the new version once. If a parameter holds the bits of the files, this rank's slice
+of a tensor is brought to the device, compared, written in place where it differs, and compared
+again. If a layer is repacked or quantised, the files of both versions are compared, and vLLM's own
+loader reloads it if they differ. Both ways write into the existing tensors, so CUDA graphs, which
+hold addresses, compute with the new version.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bridge.delta import changed_elements
-from bridge.safetensors_io import read_headers, read_tensor
+from bridge.safetensors_io import TensorInfo, read_headers, read_slice, read_tensor
 from sampler.engine.requests import LoadReport
 
 _PLAIN = (torch.float32, torch.bfloat16)
@@ -49,11 +47,12 @@ class Place:
     packed: bool
     """Whether the layer multiplies by a packed copy beside the view."""
 
-    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of the tensor, in the view's type."""
+    def read(self, info: TensorInfo) -> torch.Tensor:
+        """Return this rank's slice of a tensor of a file, in the view's type, on its device."""
         assert self.view is not None
-        part = tensor.narrow(self.axis, self.start, self.view.shape[self.axis])
-        return part.to(self.view.dtype)
+        index = [slice(None)] * len(info.shape)
+        index[self.axis] = slice(self.start, self.start + self.view.shape[self.axis])
+        return as_torch(read_slice(info, tuple(index))).to(self.view.device, self.view.dtype)
 
 
 def compare_weights(model: Any, weights_dir: Path) -> LoadReport:
@@ -73,8 +72,7 @@ def compare_weights(model: Any, weights_dir: Path) -> LoadReport:
         if place.view is None:
             report.repacked.append(name)
             continue
-        ours = place.cut(as_torch(read_tensor(info)))
-        same = torch.equal(_bits(place.view), _bits(ours))
+        same = _same(place.view, place.read(info))
         (report.compared if same else report.different).append(name)
         if place.packed:
             report.repacked.append(name)
@@ -155,14 +153,24 @@ def as_torch(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _same(view: torch.Tensor, ours: torch.Tensor) -> bool:
+    """Return whether a part of a parameter has the bytes of a tensor, compared on its device."""
     # Integers compare bytes: equal NaNs are equal, and 0.0 differs from -0.0.
-    integer = torch.int32 if tensor.element_size() == 4 else torch.int16
-    return tensor.detach().cpu().contiguous().view(integer)
+    integer = torch.int32 if view.element_size() == 4 else torch.int16
+    both = (each.detach().contiguous().view(integer) for each in (view, ours))
+    return torch.equal(*both)
 
 
-def patch_weights(model: Any, base_dir: Path, weights_dir: Path, *, reload: Reload) -> bool:
-    """Change a model from one version to another in place.
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+def patch_weights(
+    model: Any, base_dir: Path, weights_dir: Path, *, reload: Reload
+) -> LoadReport | None:
+    """Change a model from one version to another in place, and compare it with the files.
+
+    The new version is read once. Of the loaded one only tensors are read that the engine repacked.
 
     Args:
         model: vLLM's module on this rank.
@@ -171,8 +179,8 @@ def patch_weights(model: Any, base_dir: Path, weights_dir: Path, *, reload: Relo
         reload: loads layers that cannot be overwritten.
 
     Returns:
-        Whether it was done. False: nothing was changed, because the versions have different
-        tensors or the engine has no parameter for one.
+        As `compare_weights`. None: nothing was changed, because the versions have different tensors
+        or the engine has no parameter for one.
 
     Raises:
         UserError: a file cannot be read.
@@ -181,32 +189,39 @@ def patch_weights(model: Any, base_dir: Path, weights_dir: Path, *, reload: Relo
     if {n: (i.dtype, i.shape) for n, i in old.items()} != {
         n: (i.dtype, i.shape) for n, i in new.items()
     }:
-        return False
+        return None
     finder = PlaceFinder(model)
     places = {name: place for name in new if (place := finder.find(name)) is not None}
     if len(places) < len(new):
-        return False
+        return None
     tied = bool(model.config.tie_word_embeddings)
-    layers, head_changed = set(), False
-    for change in changed_elements(base_dir, weights_dir):
-        place = places[change.info.name]
-        # A tied head has the embedding's parameter; its packed copy is rebuilt below.
-        if place.view is None or (place.packed and not tied):
-            layers.add(place.module)
+    report, layers, head_changed = LoadReport([], [], []), set(), False
+    for name, info in new.items():
+        place = places[name]
+        if place.view is None:
+            report.repacked.append(name)
+            if not np.array_equal(_bytes(read_tensor(old[name])), _bytes(read_tensor(info))):
+                layers.add(place.module)
             continue
-        head_changed |= place.packed
-        where = list(np.unravel_index(change.indices, change.info.shape))
-        along = where[place.axis] - place.start
-        ours = (along >= 0) & (along < place.view.shape[place.axis])  # this rank's slice
-        if ours.any():
-            where[place.axis] = along
-            index = tuple(torch.from_numpy(axis[ours]).to(place.view.device) for axis in where)
-            values = as_torch(change.bits[ours].view(change.info.dtype))
-            with torch.no_grad():
-                place.view[index] = values.to(place.view.device, place.view.dtype)
+        ours = place.read(info)
+        if not _same(place.view, ours):
+            head_changed |= place.packed
+            # A tied head has the embedding's parameter; its packed copy is rebuilt below.
+            if place.packed and not tied:
+                layers.add(place.module)
+            else:
+                with torch.no_grad():
+                    place.view.copy_(ours)
+        if not place.packed:
+            (report.compared if _same(place.view, ours) else report.different).append(name)
     if layers:
         names = [name for name, place in places.items() if place.module in layers]
         reload((name, as_torch(read_tensor(new[name]))) for name in names)
     if head_changed:
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
-    return True
+    for name, place in places.items():
+        if place.view is not None and place.packed:  # one tensor, on CPUs
+            same = _same(place.view, place.read(new[name]))
+            (report.compared if same else report.different).append(name)
+            report.repacked.append(name)
+    return report

@@ -261,8 +261,8 @@ class SamplerExtension:
         if model.config.tie_word_embeddings:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
-    def patch_weights(self, base_dir: str, weights_dir: str) -> bool:
-        """Overwrite what changed from the loaded version to another; see `loaded_weights`."""
+    def patch_weights(self, base_dir: str, weights_dir: str) -> LoadReport | None:
+        """Go from the loaded version to another, and compare; see `loaded_weights`."""
 
         def reload(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             self.model_runner.reload_weights(weights_iterator=tensors)

@@ -55,7 +55,8 @@ class Swarm:
         self.leases: dict[int, list[float]] = {}
         """When each lease of a step came."""
         self.answers = Counter[str]()
-        self._sampling_s = min(CLIENTS, GROUPS * (LAG + 1)) / RATE / 1.25
+        # A step waits for its slowest, so a client comes to less than its own rate.
+        self._sampling_s = min(CLIENTS, GROUPS * (LAG + 1)) / RATE / 1.85
 
     async def run(self) -> None:
         async with AsyncExitStack() as up:
@@ -93,7 +94,7 @@ class Swarm:
                 continue
             lease = open_lease(data, coordinators=frozenset({self._site.coordinator.public_hex}))
             self.leases.setdefault(lease.step, []).append(time.monotonic())
-            await asyncio.sleep(self._sampling_s * chance.lognormvariate(-0.125, 0.5))
+            await asyncio.sleep(self._sampling_s * chance.uniform(0.5, 1.5))
             envelope, table = submission(data, lease, key, note=number)
             began = time.monotonic()
             await self._send(session, key, "/v1/submissions", table, envelope)
@@ -183,9 +184,10 @@ def run() -> dict[str, object]:
                 threading.Thread(target=work, daemon=True).start()
             swarm, began = Swarm(site, invite), time.monotonic()
 
+            ended = threading.Event()
+
             def tell() -> None:
-                while True:
-                    time.sleep(10.0)
+                while not ended.wait(10.0):
                     memory.append(measured.memory_info().rss)
                     newest = np.array(swarm.submitted[-200:] or [0.0])
                     print(
@@ -198,6 +200,7 @@ def run() -> dict[str, object]:
 
             threading.Thread(target=tell, daemon=True).start()
             asyncio.run(swarm.run())
+            ended.set()
             seconds, cpu_s = time.monotonic() - began, sum(measured.cpu_times()[:2])
     refused = {k: n for k, n in swarm.answers.items() if k[:18] == "/v1/submissions 40"}
     assert not refused, refused

@@ -19,6 +19,7 @@ import pytest
 
 from bridge.__main__ import main as bridge
 from bridge.publisher import Publisher
+from learner_jax import distributed
 from learner_jax.checkpoint import state_steps
 from learner_jax.distributed import joined, mesh_devices
 from runspec.core.errors import UserError
@@ -290,6 +291,24 @@ def test_a_process_that_does_not_know_its_place_is_refused(monkeypatch):
         place = joined(2, coordinator, index, LOG, join_s=1, heartbeat_s=1)
         with pytest.raises(UserError, match=message), place:
             pass
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_process_that_jax_gives_another_number_stops_both(monkeypatch, asked):
+    """On TPUs JAX goes by the slice's numbers; nothing else does, so this stands for them."""
+    monkeypatch.setattr(distributed, "_join", lambda *_: None)
+    monkeypatch.setattr(distributed.jax, "process_index", lambda: 1 - asked)
+
+    def gathered(mine: np.ndarray) -> np.ndarray:
+        other = np.zeros_like(mine)
+        name = f"{1 - asked} other".encode()
+        other[: len(name)] = np.frombuffer(name, np.uint8)
+        return np.stack([other, mine] if asked == 0 else [mine, other])
+
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", gathered)
+    place = joined(2, "localhost:1", asked, LOG, join_s=1, heartbeat_s=1)
+    with pytest.raises(UserError, match="process 1 of the learner is 0 for JAX, on"), place:
+        pass
 
 
 def test_devices_are_an_equal_share_of_each_process():

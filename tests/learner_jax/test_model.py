@@ -9,6 +9,7 @@ import json
 import math
 from functools import cache
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec
 from safetensors.torch import load_file
 
 from bridge.weight_map import weight_map
+from learner_jax import model
 from learner_jax.__main__ import main
 from learner_jax.checkpoint import StateInfo, save_state
 from learner_jax.full_states import write_adapter
@@ -61,6 +63,27 @@ def test_initial_parameters_have_the_scales_of_the_recipe():
     assert float(params["embed"].std()) == pytest.approx(1 / 8, rel=0.05)
     assert not params["layers"]["attention"]["q"]["bias"].any()
     assert (params["final_norm"]["weight"] == 1).all()
+
+
+def test_a_large_model_is_drawn_in_parts_that_no_device_has_to_hold(monkeypatch):
+    # given METAGENE-1, of which no draw may be larger than JAX can number
+    config = ModelConfig(
+        "llama", 1024, 4096, 11008, 32, 32, 32, 128, 512, 1e4, 1e-5, False, False, False, False
+    )
+    shapes = [leaf.shape for leaf in jax.tree.leaves(abstract_params(config))]
+    drawn = [sum(prod(part) for _, part in draw) for draw in model._draws(shapes)]
+    assert sum(drawn) == sum(map(prod, shapes)) > 2**32 and max(drawn) <= 2**28
+    # and a small model, cut up as a large one is
+    key, small = (
+        jax.random.key(0),
+        ModelConfig("qwen2", 300, 64, 100, 2, 4, 2, 16, 64, 1e4, 1e-6, False, True),
+    )
+    monkeypatch.setattr(model, "MOST_DRAWN", 5000)
+    params = model.draw(abstract_params(small), key)
+    # then its parts are of one distribution, and none is another's
+    values = np.abs(np.ravel(params["layers"]["mlp"]["up"]["weight"]))
+    assert len(np.unique(values)) == len(values)
+    assert values.std() == pytest.approx(64**-0.5 * (1 - 2 / np.pi) ** 0.5, rel=0.05)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from runspec.core.errors import UserError
+from runspec.core.models.family import model_config
 from runspec.core.process import address
 from runspec.core.schema import Hardware, Kubernetes, RunSpec
 from runspec.core.schema.role_names import (
@@ -16,7 +17,9 @@ from runspec.core.schema.role_names import (
     trunk_names,
 )
 from runspec.local.endpoints import fixed_metrics
-from runspec.local.site import BASE_PORT, TRUNK_GROUP, Disk, Group, with_urls
+from runspec.local.preflight import own_disk_bytes
+from runspec.local.processes import TPU_HOSTS
+from runspec.local.site import BASE_PORT, SHARED, TRUNK_GROUP, Disk, Group, with_urls
 
 RUN_LABEL = "runspec.dev/run"
 GROUP_LABEL = "runspec.dev/group"
@@ -129,7 +132,8 @@ def in_object_store(spec: RunSpec) -> bool:
 ROLE, BESIDE = "role", "server"
 """Containers of a pod: of its role, and of a server beside that."""
 BUNDLES, DATA, MODELS = "/etc/runspec", "/data", "/models"
-"""Folders in a container: its group's bundles, what the role keeps, model files."""
+"""Folders in a container: its bundle, what the role keeps, model files."""
+BUNDLE = "bundle.json"
 RUNS = f"{DATA}/runs"
 """Where the trunk has its run directory; warm starts are cached beside it."""
 STOP_S = 120
@@ -150,7 +154,7 @@ def pod(spec: RunSpec, run: str, group: Group, labels: dict[str, str]) -> dict[s
     """The pod template's spec of a role group."""
     cluster, trunk = cluster_of(spec), group.name == TRUNK_GROUP
     folder = f"{RUNS}/{spec.name}" if trunk else DATA
-    command = ["runspec", "role", "--bundle", f"{BUNDLES}/{INDEX}.json", "--dir", folder]
+    command = ["runspec", "role", "--bundle", f"{BUNDLES}/{BUNDLE}", "--dir", folder]
     container: dict[str, Any] = {
         "name": ROLE,
         "image": cluster.images.get(group.name, cluster.image),
@@ -223,10 +227,10 @@ def _environment(spec: RunSpec, run: str, group: Group) -> list[dict[str, Any]]:
         env.append({"name": "HF_HOME", "value": MODELS})
     hosts, on_tpu = spec.learner.hosts, _is_tpu(group.hardware)
     if group.disk is not Disk.OWN and hosts > 1 and on_tpu:
-        # GKE knows the hosts of a slice only where one Job has them all.
+        # GKE numbers the hosts of a Job, and the trunk's is another one than the learners'.
         names = [pod_host(run, TRUNK_GROUP, 0)]
         names += [pod_host(run, "learners", i) for i in range(hosts - 1)]
-        env.append({"name": "TPU_WORKER_HOSTNAMES", "value": ",".join(names)})
+        env.append({"name": TPU_HOSTS, "value": ",".join(names)})
     return env
 
 
@@ -243,11 +247,20 @@ def _mount(
     def claim(name: str) -> dict[str, str]:
         return {"claimName": f"{run}-{name}"}
 
-    mount("bundles", BUNDLES, True, secret={"secretName": f"{run}-{label(group.name)}"})
+    mount("site", f"{BUNDLES}/{SHARED}", True, configMap={"name": f"{run}-spec"})
+    mount(
+        "bundles", f"{BUNDLES}/{BUNDLE}", True, secret={"secretName": f"{run}-{label(group.name)}"}
+    )
+    mounts[-1]["subPathExpr"] = f"{INDEX}.json"  # of the group's keys a pod sees its own
     if group.disk is Disk.RUN:
         mount("run", DATA, persistentVolumeClaim=claim("run"))
     else:
-        mount("own", DATA, emptyDir={})
+        own: dict[str, Any] = {}
+        if (config := model_config(spec)) is not None:
+            needed = str(own_disk_bytes(spec, config, group))
+            own["sizeLimit"] = needed
+            container["resources"] = {"requests": {"ephemeral-storage": needed}}
+        mount("own", DATA, emptyDir=own)
     if group.disk is not Disk.OWN and spec.learner.hosts > 1 and not in_object_store(spec):
         folder = spec.checkpoints.dir
         assert folder is not None, "`addressed` says it"
@@ -274,7 +287,7 @@ def _place(
     if hardware is not None:
         tpu = _is_tpu(hardware)
         resource = "google.com/tpu" if tpu else "nvidia.com/gpu"
-        container["resources"] = {"limits": {resource: str(group.devices)}}
+        container.setdefault("resources", {})["limits"] = {resource: str(group.devices)}
         if tpu:
             node = _TPU_NODES.get(hardware.kind, hardware.kind)
             selector.setdefault("cloud.google.com/gke-tpu-accelerator", node)

@@ -25,9 +25,18 @@ from runspec.backends.kubernetes.pods import (
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL
 from runspec.core.schema import RunSpec
+from runspec.core.schema.load import FILE_NAME as SPEC_FILE
 from runspec.core.schema.load import dump_resolved
 from runspec.core.schema.role_names import elsewhere
-from runspec.local.site import TRUNK_GROUP, Bundle, Disk, Group, groups_started, make_site
+from runspec.local.site import (
+    ROLES_FILE,
+    TRUNK_GROUP,
+    Bundle,
+    Disk,
+    Group,
+    groups_started,
+    make_site,
+)
 
 Manifest = dict[str, Any]
 SITE = "site"
@@ -78,11 +87,13 @@ def manifests(spec: RunSpec, bundles: Sequence[Bundle]) -> Iterator[Manifest]:
             wanted["storageClassName"] = storage_class
         return made("PersistentVolumeClaim", f"{run}-{name}", spec=wanted)
 
-    yield made("ConfigMap", f"{run}-spec", data={"spec.json": dump_resolved(spec).decode()})
+    held = {bundle.group: bundle for bundle in bundles}
+    roles = held[TRUNK_GROUP].roles_document.decode()
+    shared = {SPEC_FILE: dump_resolved(spec).decode(), ROLES_FILE: roles}
+    yield made("ConfigMap", f"{run}-spec", data=shared)
     yield claim("run", "ReadWriteOnce", cluster.storage_class)
     if any(group.disk is Disk.CHECKPOINTS for group in groups) and not in_object_store(spec):
         yield claim("checkpoints", "ReadWriteMany", cluster.shared_storage_class)
-    held = {bundle.group: bundle.encode() for bundle in bundles}
     for group in groups:
         name = label(group.name)
         yield made("Secret", f"{run}-{name}", type="Opaque", data=_secret(group, held))
@@ -127,9 +138,10 @@ def _metadata(spec: RunSpec, name: str) -> Manifest:
     return {"name": name, "namespace": cluster_of(spec).namespace, "labels": labels}
 
 
-def _secret(group: Group, held: Mapping[str, bytes]) -> dict[str, str]:
-    data = {f"{i}.json": b64encode(held[member]).decode() for i, member in enumerate(group.members)}
-    if sum(len(held[member]) for member in group.members) > MAX_SECRET:
+def _secret(group: Group, held: Mapping[str, Bundle]) -> dict[str, str]:
+    own = [held[member].encode(shared=True) for member in group.members]
+    data = {f"{i}.json": b64encode(each).decode() for i, each in enumerate(own)}
+    if sum(map(len, own)) > MAX_SECRET:
         raise UserError(
             f"the bundles of {len(group.members)} processes exceed the {MAX_SECRET} bytes that a "
             "Secret holds",

@@ -45,7 +45,7 @@ class Accepts(fields.Block):
     CHANGE = "restart"
 
     kinds: list[str] | None = None
-    """Kinds of GPUs where `hardware` is one, else of TPUs, named as `hardware.kind`; null: all."""
+    """Kinds of GPUs where `hardware` is one, named as `hardware.kind`; null: all."""
     memory: fields.Size | None = None
     """Least memory of one device."""
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
+from math import ceil, floor
 
 from runspec.core.models import ModelConfig
 from runspec.core.schema import RunSpec
 from runspec.core.schema.role_names import step_overlap
 from runspec.estimate.assumed import changed_share
 from runspec.estimate.broadcast import arrivals, version_size
-from runspec.estimate.speed import step_seconds
+from runspec.estimate.speed import learner_seconds, step_seconds
 from runspec.lint import Context, Found, Violation, model_rule, relation, rule
 
 
@@ -101,6 +102,36 @@ def broadcast_time(context: Context, config: ModelConfig) -> Found:
         },
         suggestion=("broadcast.format: delta, " if helps else "")
         + "a faster link, more relays, or a higher async_level",
+    )
+
+
+@model_rule("asynchrony", "warning", runs="grpo")
+def idle_learner(context: Context, config: ModelConfig) -> Found:
+    """The learner should train for half of the time or more.
+
+        learner_s >= step_s / 2
+
+    step_s is the longer of training and sampling (`runspec.estimate.speed`). Where sampling takes
+    longer than twice the training, most of the learner's devices are paid for and wait. Volunteers
+    whom `replicas` does not count make up for it. Silent where a speed is not known, and on CPUs,
+    which the roles share.
+    """
+    spec = context.spec
+    if spec.learner.hardware.kind == "cpu":
+        return ()
+    learner_s, step_s = learner_seconds(spec, config), step_seconds(spec, config)
+    if learner_s is None or step_s is None or learner_s >= step_s / 2:
+        return ()
+    replicas, devices = sum(p.replicas for p in spec.samplers), spec.learner.mesh.devices
+    more = ceil(replicas * step_s / learner_s) - replicas
+    enough = max(1, floor(devices * learner_s / step_s))
+    return relation(
+        False,
+        "samplers",
+        f"replicas: {replicas} sample a step in {step_s:.0f} s, which {devices} devices train in "
+        f"{learner_s:.0f} s: the learner is idle {1 - learner_s / step_s:.0%} of the time",
+        f"{more} more replicas, or a learner of {enough} devices",
+        {"learner_s": float(f"{learner_s:.4g}"), "step_s": float(f"{step_s:.4g}")},
     )
 
 

@@ -55,6 +55,27 @@ def no_cluster(context: Context) -> Found:
     )
 
 
+@rule("placement", "warning")
+def image_digest(context: Context) -> Found:
+    """Container images should be named by digest.
+
+        placement.kubernetes.image = NAME@sha256:DIGEST
+
+    What a tag names may change between two starts of a pod. Then roles of one run have different
+    programs, and a step that is trained again has other bits.
+    """
+    cluster = context.spec.placement.kubernetes
+    if context.spec.placement.backend != "kubernetes" or cluster is None:
+        return
+    tags = [each for each in {cluster.image, *cluster.images.values()} if "@sha256:" not in each]
+    yield from relation(
+        not tags,
+        "placement.kubernetes.image",
+        f"named by a tag: {', '.join(sorted(tags))}",
+        "NAME@sha256:DIGEST, as the registry shows it",
+    )
+
+
 @rule("placement")
 def local_storage(context: Context) -> Found:
     """Several learner hosts must write checkpoints to one place.

@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from runspec.core.entry_points import NO_TPU_SAMPLER
 from runspec.core.models import Dynamic, Linear, ModelConfig, Yarn, device_count
 from runspec.core.models.parameters import CPU_HEAD_SIZES
 from runspec.core.schema import Hardware, RunSpec
 from runspec.core.schema.source_files import plays_environments
 from runspec.lint import Context, Found, Violation, divisors, model_rule, relation, rule
+
+
+@rule("samplers")
+def sampler_hardware(context: Context) -> Found:
+    """Samplers and the evaluator must be on CPUs or GPUs.
+
+    On TPUs vLLM 0.32 returns no custom logits processors (`v1/sample/logits_processor`), so tokens
+    would be unseeded and without proof, and its workers cannot load a new version.
+    """
+    hardware = {f"samplers.{pool.name}": pool.hardware for pool in context.spec.samplers}
+    if (own := context.spec.evaluator.hardware) is not None:
+        hardware["evaluator"] = own
+    for place, its in hardware.items():
+        yield from relation(
+            not its.kind.startswith("tpu"),
+            f"{place}.hardware.kind",
+            f"{its.kind}: {NO_TPU_SAMPLER}",
+            "a kind of GPU, or cpu",
+        )
 
 
 @rule("samplers")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner_jax.corpus import encoding
+from learner_jax.corpus import encoding, packed
 from learner_jax.corpus.encoding import train_tokenizer
 from learner_jax.corpus.packed import (
     Corpus,
@@ -223,7 +223,7 @@ def test_special_tokens_alone_stand_for_no_text(model: Path, tmp_path: Path) -> 
     assert opened(tmp_path, spec, model).totals.bytes_per_token == 1 / (len(special) - 1)
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "documents.npy", "meta.json"])
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "meta.json", "trained/start"])
 def test_a_damaged_corpus_is_named(name: str, model: Path, files: Path, tmp_path: Path) -> None:
     spec = document_spec(sources(files))
     opened(tmp_path, spec, model)
@@ -282,6 +282,25 @@ def test_a_whole_file_over_the_limit_is_refused_before_it_is_read_whole(
     source = {"name": "a", "kind": "text", "uri": str(tmp_path / "a"), "params": {"whole": True}}
     with pytest.raises(UserError, match=r"/a:9: more than 32 bytes"):
         opened(tmp_path, document_spec([source]), model)
+
+
+def test_many_documents_are_packed_a_shard_at_a_time(
+    model: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given the rows of one shard, and of shards of a few documents
+    spec = document_spec(sources(files), held_out={"tokens": 30})
+    whole = opened(tmp_path, spec, model)
+    monkeypatch.setattr(packed, "SHARD", 5)
+    cut = opened(tmp_path / "again", spec, model)
+    # then both hold every document once, and out of each shard are held its part and no more
+    found = []
+    for corpus in (whole, cut):
+        held_out = corpus.held_out()
+        assert held_out is not None
+        found.append(predicted(corpus, corpus.read(0, corpus.rows)) + predicted(corpus, held_out))
+    assert found[0] == found[1]
+    assert whole.totals + whole.kept == cut.totals + cut.kept
+    assert 30 <= whole.kept.tokens <= cut.kept.tokens < whole.totals.tokens
 
 
 def test_nothing_left_to_train_on_is_an_error(model: Path, files: Path, tmp_path: Path) -> None:

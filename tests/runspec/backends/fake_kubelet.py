@@ -139,7 +139,7 @@ class FakeKubelet:
     def execute(self, pod: Pod, *command: str) -> subprocess.CompletedProcess[str]:
         """Runs a command in a pod's container, as `kubectl exec` does."""
         target = ("--target", str(pod.process_1()), "--all", "--root", "--wd=/")
-        env = [f"{name}={value}" for name, value in self._environment(pod).items()]
+        env = [f"{name}={value}" for name, value in self.environment(pod).items()]
         words = ["nsenter", *target, "env", "-i", *env, *command]
         return subprocess.run(words, capture_output=True, text=True)
 
@@ -252,13 +252,19 @@ class FakeKubelet:
         mounts = [(hosts, "/etc/hosts", False)]
         for mount in pod.container["volumeMounts"]:
             source = self._volume(pod, volumes[mount["name"]])
+            if "subPathExpr" in mount:
+                source /= _expanded(mount["subPathExpr"], self.environment(pod))
+                yield f"mkdir -p {root}{Path(mount['mountPath']).parent}"
+                yield f"touch {root}{mount['mountPath']}"
+                mounts.append((source, mount["mountPath"], mount["readOnly"]))
+                continue
             yield f"mkdir -p {root}{mount['mountPath']}"
             mounts.append((source, mount["mountPath"], mount["readOnly"]))
         for source, path, read_only in mounts:
             yield shlex.join(["mount", "--bind", str(source), f"{root}{path}"])
             if read_only:
                 yield f"mount -o remount,bind,ro {root}{path}"
-        env = self._environment(pod)
+        env = self.environment(pod)
         command = [_expanded(word, env) for word in pod.container["command"]]
         words = [f"{name}={value}" for name, value in env.items()]
         yield shlex.join(["exec", "chroot", str(root), "env", "-i", *words, *command])
@@ -273,14 +279,22 @@ class FakeKubelet:
             return made
         made = pod.folder / "volumes" / volume["name"]
         made.mkdir(parents=True, exist_ok=True)
+        if "configMap" in volume:
+            for name, text in self._kind("ConfigMap")[volume["configMap"]["name"]]["data"].items():
+                (made / name).write_text(text)
         if "secret" in volume:
             secret = self._kind("Secret")[volume["secret"]["secretName"]]
             for name, text in secret["data"].items():
                 (made / name).write_bytes(b64decode(text))
         return made
 
-    def _environment(self, pod: Pod) -> dict[str, str]:
+    def environment(self, pod: Pod) -> dict[str, str]:
+        """A container's, with what GKE adds where a Job has several pods with TPUs."""
         env = {each["name"]: each["value"] for each in pod.container["env"]}
+        hosts = [each.host for each in self._of(pod.group)]
+        limits = pod.container.get("resources", {}).get("limits", {})
+        if "google.com/tpu" in limits and len(hosts) > 1:
+            env |= {"TPU_WORKER_ID": str(pod.index), "TPU_WORKER_HOSTNAMES": ",".join(hosts)}
         return {**IMAGE_ENV, "JOB_COMPLETION_INDEX": str(pod.index), **env}
 
     def _make_network(self) -> None:

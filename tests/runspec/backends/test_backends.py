@@ -28,11 +28,12 @@ from runspec.backends.ray.cluster import (
     options,
 )
 from runspec.core.errors import UserError
+from runspec.local.processes import TPU_HOSTS
 from runspec.local.run_view import look_at
-from runspec.local.site import decode_bundle, groups_of
+from runspec.local.site import SHARED, decode_bundle, groups_of
 from tests.harness import ROOT, TARGET_SHORT
 from tests.runspec.backends.fake_api_server import FakeApiServer, cluster, fake_api_server
-from tests.runspec.backends.fake_kubelet import on_cluster
+from tests.runspec.backends.fake_kubelet import FakeKubelet, on_cluster
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.local.fake_run import small_spec
 
@@ -137,7 +138,7 @@ def test_published_models_take_every_object(plain, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_a_pod_mounts_is_made_and_holds_its_bundle(plain, case):
+def test_what_a_pod_mounts_is_made_and_holds_its_bundle(plain, case, tmp_path):
     objects = plain[case]
     secrets, claims = of_kind(objects, "Secret"), of_kind(objects, "PersistentVolumeClaim")
     signers = {"trunk": {"coordinator", "publisher"}, "learners": set(), "island-1": {"island-1"}}
@@ -145,10 +146,15 @@ def test_what_a_pod_mounts_is_made_and_holds_its_bundle(plain, case):
     for name, job in jobs(objects).items():
         volumes = {volume["name"]: volume for volume in pods(objects)[name]["volumes"]}
         data = secrets[volumes["bundles"]["secret"]["secretName"]]["data"]
+        run = of_kind(objects, "ConfigMap")[volumes["site"]["configMap"]["name"]]["data"]
+        for file, text in run.items():
+            (tmp_path / SHARED).mkdir(exist_ok=True)
+            (tmp_path / SHARED / file).write_text(text)
         # then each pod finds one bundle by its index, and nobody has a key of another group
         assert set(data) == {f"{i}.json" for i in range(job["template"]["spec"]["completions"])}
         for text in data.values():
-            bundle = decode_bundle(b64decode(text), place=name)
+            assert len(text) < 1000  # so that a Secret holds a thousand
+            bundle = decode_bundle(b64decode(text), place=str(tmp_path / name))
             own: set[str] = set() if name.startswith("relay-") else set(bundle.roles)
             assert set(bundle.keys) == signers.get(name, own)
         for volume in volumes.values():
@@ -170,21 +176,26 @@ def test_a_pod_has_no_token_of_the_cluster_and_few_capabilities(plain, case):
             assert {*security["capabilities"]["add"]} == sandboxes | locks_memory
 
 
-def test_a_slice_is_the_trunk_and_the_learners_beside_it(plain):
+def test_a_slice_is_the_trunk_and_the_learners_beside_it(plain, tmp_path):
     # given 128 chips on 32 hosts
     made = pods(plain["tpu"])
     assert jobs(plain["tpu"])["learners"]["template"]["spec"]["completions"] == 31
     for each in (made["trunk"], made["learners"]):
-        assert each["containers"][0]["resources"] == {"limits": {"google.com/tpu": "4"}}
+        assert each["containers"][0]["resources"]["limits"] == {"google.com/tpu": "4"}
         assert each["nodeSelector"] == {
             "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
             "cloud.google.com/gke-tpu-topology": "4x4x8",
         }
         # then each knows all hosts of the slice, itself by the name that JobSet gives it
         env = {entry["name"]: entry.get("value", "") for entry in each["containers"][0]["env"]}
-        hosts = env["TPU_WORKER_HOSTNAMES"].split(",")
+        hosts = env[TPU_HOSTS].split(",")
         assert len(hosts) == 32 and hosts[0].startswith("target-short-trunk-0-0.")
         assert hosts[31] == "target-short-learners-0-30.target-short"
+    # and needs to, because GKE calls the second host the first one
+    kubelet = FakeKubelet(plain["tpu"], tmp_path)
+    first = kubelet.pod("learners", 0)
+    env = kubelet.environment(first)
+    assert env["TPU_WORKER_ID"] == "0" and env[TPU_HOSTS].split(",").index(first.host) == 1
     beside = made["learners"]["affinity"]["podAffinity"]
     [beside] = beside["requiredDuringSchedulingIgnoredDuringExecution"]
     assert beside["labelSelector"]["matchLabels"]["runspec.dev/group"] == "trunk"

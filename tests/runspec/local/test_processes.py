@@ -29,7 +29,13 @@ from runspec.local.machine import (
     visible_devices,
 )
 from runspec.local.prepare import write_targets
-from runspec.local.processes import PreparedRun, RoleSpec, first_version_role, role_specs
+from runspec.local.processes import (
+    TPU_HOSTS,
+    PreparedRun,
+    RoleSpec,
+    first_version_role,
+    role_specs,
+)
 from runspec.local.site import site_spec
 from runspec.role import STARTS
 from tests.runspec.local.fake_run import island_run, small_spec
@@ -136,15 +142,16 @@ def test_a_learner_of_two_hosts_is_two_processes_that_know_where_to_meet() -> No
         # then each has one of the mesh's devices, and the first alone ends the run
         assert "device_count=1" in roles[name].env["XLA_FLAGS"]
         assert roles[name].policy == RestartPolicy(number == 0, number == 1)
-    # and a host that a backend names gets its number
-    names = {"TPU_WORKER_HOSTNAMES": "a,b"}
-    for env, ids in (
-        ({}, [None] * 2),
-        (names, ["0", "1"]),
-        (names | {"TPU_WORKER_ID": "7"}, [None] * 2),
+    # and a host that a backend names gets its number, whatever its cluster calls it
+    injected = {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "c"}
+    for env, expected in (
+        (injected, [(None, None)] * 2),
+        (injected | {TPU_HOSTS: "a,b"}, [("0", "a,b"), ("1", "a,b")]),
     ):
         hosts = roles_of(small_spec("small", 5, TWO_HOSTS), at, env)
-        assert [hosts[name].env.get("TPU_WORKER_ID") for name in ("learner", "learner-1")] == ids
+        own = [hosts[name].env for name in ("learner", "learner-1")]
+        found = [(each.get("TPU_WORKER_ID"), each.get("TPU_WORKER_HOSTNAMES")) for each in own]
+        assert found == expected
 
 
 def test_weights_come_from_the_relays_in_turns_or_as_named_and_last_from_the_origin() -> None:
