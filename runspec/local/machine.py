@@ -376,6 +376,8 @@ def jax_environment(inherited: Mapping[str, str], *, on_cpu: bool, devices: int)
     return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)} | xla_threads(devices)
 
 
+TPU_HOSTS = "RUNSPEC_TPU_HOSTS"
+"""Variable with the hosts of the learner's TPU slice by process, where a backend knows them."""
 # Chips of one process on a TPU host that holds several, as libtpu wants them told (Cloud TPU's
 # "Run multiple processes on one TPU VM"); other numbers are no rectangle of a host.
 _TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}

@@ -15,6 +15,7 @@ from runspec.core.schema.role_names import evaluator_pool, island_spec
 from runspec.local.fleet import NEEDED, RestartPolicy
 from runspec.local.identity import Identity, make_identity
 from runspec.local.machine import (
+    TPU_HOSTS,
     Machine,
     assign_cores,
     assign_devices,
@@ -91,15 +92,13 @@ class RoleSpec:
 
 def first_version_role(run: PreparedRun) -> RoleSpec:
     """The stage before the run: makes version 0, or finds a warm start in the cache."""
-    if run.spec.supervised is not None:  # on the CPU: one host cannot open a slice of several
-        name = role_names.DRAWN
-        env = thread_limits(()) | jax_environment(run.machine.env, on_cpu=True, devices=1)
-        return RoleSpec(name, run.command(name), env, policy=RestartPolicy(ends_run=True))
-    name = role_names.WARM_START
+    name = role_names.WARM_START if run.spec.supervised is None else role_names.DRAWN
     devices = assign_devices(run.spec, roles_here(run.spec)).get("learner")
     # One process makes the version, on the whole mesh.
     learner = run.spec.learner.model_copy(update={"hosts": 1})
     env = _learner_env(run, learner, (), devices)
+    if name == role_names.DRAWN:  # on the CPU: one host cannot open a slice of several
+        env = thread_limits(()) | jax_environment(run.machine.env, on_cpu=True, devices=1)
     return RoleSpec(name, run.command(name), env, policy=RestartPolicy(ends_run=True))
 
 
@@ -170,10 +169,6 @@ def _policy(spec: RunSpec, name: str, kind: str) -> RestartPolicy:
             each = spec.monitors[role_names.monitor_names(spec).index(name)]
             return RestartPolicy(may_fail=True, onlooker=True, late_s=each.deadline)
     return NEEDED
-
-
-TPU_HOSTS = "RUNSPEC_TPU_HOSTS"
-"""Variable with the hosts of the learner's TPU slice by process, where a backend knows them."""
 
 
 def _environment(

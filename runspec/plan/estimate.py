@@ -19,7 +19,6 @@ from runspec.estimate.broadcast import (
     Arrival,
     IslandEstimate,
     IslandsEstimate,
-    VersionSize,
     arrivals,
     exchange,
     version_size,
@@ -322,7 +321,8 @@ def _supervised(
         return None
     tokens = algorithm.updates_per_step * algorithm.tokens_per_update
     size = version_size(spec, config) if config is not None else None
-    ids = all(column_of(each, algorithm.kind)[0] == "tokens" for each in spec.data.sources)
+    kind = spec.algorithm.kind
+    ids = all(column_of(each, kind)[0] == "tokens" for each in spec.data.sources)
     rate = assumed.IDS_PER_S if ids else assumed.TOKENIZED_PER_S
     each_token = assumed.DOCUMENT_BYTES / assumed.document_tokens(spec).value
     if config is not None:

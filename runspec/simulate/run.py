@@ -28,6 +28,7 @@ from runspec.simulate.population import Member, Swarm, ValidatorsBlock, members,
 from runspec.simulate.result import Record, Result
 from runspec.simulate.workers import Validators, Worker
 from verify.coordinator.machine import events, filling, overdue
+from verify.coordinator.machine.hopes import Hopes
 from verify.coordinator.machine.state import Policy, State
 
 _RETRIES = 60
@@ -145,7 +146,7 @@ class Simulation:
         if not self._coordinator.waiting or self._coordinator.full:
             return
         now, state = self._clock.now, self._coordinator.state
-        hopeful = filter(filling.Hopes(state, now), self._coordinator.waiting)
+        hopeful = filter(Hopes(state, now), self._coordinator.waiting)
         for key in sorted(hopeful, key=partial(filling.turn, state)):
             record = self._coordinator.lease(key, self._workers[key].holding())
             if record is not None:

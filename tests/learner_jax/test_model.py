@@ -82,7 +82,7 @@ def test_a_large_model_is_drawn_in_parts_that_no_device_has_to_hold(monkeypatch)
     params = model.draw(abstract_params(small), key)
     # then its parts are of one distribution, and none is another's
     values = np.abs(np.ravel(params["layers"]["mlp"]["up"]["weight"]))
-    assert len(np.unique(values)) == len(values)
+    assert len(np.unique(values)) > 0.99 * len(values)
     assert values.std() == pytest.approx(64**-0.5 * (1 - 2 / np.pi) ** 0.5, rel=0.05)
 
 

@@ -17,8 +17,8 @@ from runspec.core.schema.role_names import (
     trunk_names,
 )
 from runspec.local.endpoints import fixed_metrics
+from runspec.local.machine import TPU_HOSTS
 from runspec.local.preflight import own_disk_bytes
-from runspec.local.processes import TPU_HOSTS
 from runspec.local.site import BASE_PORT, SHARED, TRUNK_GROUP, Disk, Group, with_urls
 
 RUN_LABEL = "runspec.dev/run"
@@ -208,7 +208,7 @@ def _beside(container: dict[str, Any], name: str, port: int) -> dict[str, Any]:
     """The container of a server beside a pod's role: the same bundle and folder."""
     role, *options = container["command"][1:]
     return {
-        **container,
+        **{name: value for name, value in container.items() if name != "resources"},
         "name": BESIDE,
         "command": ["runspec", role, name, *options, "--listen", f"0.0.0.0:{port}"],
         "ports": [{"containerPort": port, "protocol": "TCP"}],

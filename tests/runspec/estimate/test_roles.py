@@ -146,7 +146,7 @@ def test_at_one_percent_a_delta_is_what_was_measured_elsewhere():
 
 
 def test_followers_fetch_deltas_and_joiners_an_anchor_too():
-    full = broadcast.version_size(BASE, QWQ)
+    full = broadcast.version_size(*shipped("broadcast.format=full"))
     deltas = broadcast.version_size(*shipped("broadcast={format: delta, anchor_every: 10}"))
     assert full.follower == full.joiner == full.whole == deltas.whole
     assert deltas.follower == deltas.delta == full.delta
@@ -156,7 +156,7 @@ def test_followers_fetch_deltas_and_joiners_an_anchor_too():
 def test_relays_are_as_many_as_send_a_version_to_all_workers_in_time():
     # given relays of 400 Mbit/s and 1 Gbit/s, of which the slower one counts
     links = "broadcast.relays=[{name: a, upload: 400Mbit/s}, {name: b, upload: 1Gbit/s}]"
-    spec, config = shipped(links)
+    spec, config = shipped(links, "broadcast.format=full")
     each_s = broadcast.version_size(spec, config).follower / (400e6 / 8)
     assert broadcast.relays_needed(spec, config, 1000, 100 * each_s) == (10, 400e6)
     assert broadcast.relays_needed(spec, config, 1001, 100 * each_s) == (11, 400e6)

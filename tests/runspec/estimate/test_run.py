@@ -80,7 +80,7 @@ def test_people_read_sizes_times_idle_shares_and_prices(fleet):
     for part in (
         "32.8 G parameters, a version is 65.5 GB", "of 95 GB", "relay-eu > volunteers (12)",
         "866 k", "26.4",  # tokens of KV in a replica; sequences of full length at once
-        "14 min 49 s",  # 65.5 GB at 590 Mbit/s
+        "19 min 3 s",  # 84.3 GB at 590 Mbit/s, for who joins
         "limited by", "batch full after", "96.00 an hour", "0.25 of data.max_prompt_tokens",
     ):  # fmt: skip
         assert part in text, part
@@ -150,6 +150,9 @@ def test_a_step_on_documents_is_its_updates_and_a_share_of_the_held_out_tokens()
     assert step_seconds(spec, config) == estimate.learner.step_s
     assert estimate.run_s == pytest.approx(25 * step_s)
     assert run.run_flops == pytest.approx(25 * flops.total)
+    # and before them are the corpus and the parameters, in float32
+    assert run.corpus_s == 51_200 / 1e6 and run.corpus_bytes == 51_200 * (2 + 56 / 64)
+    assert run.drawn_bytes == 4 * estimate.parameters
     # and there are versions 0, 10, 20 and 25, and nobody who fetches them
     assert run.versions == 4
     assert (estimate.samplers, estimate.validators, estimate.timeline) == ((), 0, None)

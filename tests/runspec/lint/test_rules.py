@@ -223,7 +223,7 @@ SILENT = {
         ["samplers.pool.hardware={kind: mine, memory: 80GB, count: 4}"],
         # Kubernetes makes the volume that the learner's hosts share.
         ["storage.shared=false", "checkpoints.dir=null", "placement.backend=kubernetes",
-         "placement.kubernetes={image: 'runspec:1'}"],
+         "placement.kubernetes={image: 'runspec@sha256:00'}"],
         # Nothing leaves the machine, or nobody untrusted listens.
         ["broadcast.origin.url=http://localhost:8000"],
         ["broadcast.origin.url=http://127.3.2.1:8000"],
@@ -525,8 +525,8 @@ def test_an_anchor_is_due_before_the_deltas_outweigh_it():
 
 
 def test_what_is_suggested_is_enough():
-    # given samplers for which 1.2 validators would do
-    fleet = ["samplers.pool.tokens_per_s=10000", "verify={validators: 1, tokens_per_s: 9000}"]
+    # given samplers for which 1.3 validators would do
+    fleet = ["samplers.pool.tokens_per_s=10000", "verify={validators: 1, tokens_per_s: 27000}"]
     [slow] = find(FLEET, *fleet)
     assert slow.suggestion.startswith("2 would do")
     assert find(FLEET, *fleet, "verify.validators=2") == []

@@ -97,7 +97,7 @@ NO_TPU = "tpu-v5p x 4 (4 TPU chips); this machine has none"
 OF_4 = "tpu-v5p 4x4x4 (64 TPU chips); this machine has 4"
 HOSTS = "16 machines with tpu-v5p; this is one"
 GPUS_24 = "h100-80g x 8 (8 H100 GPUs); this machine has none"
-BESIDE = "h100-80g x 8 (8 H100 GPUs beside 16 of other roles); this machine has 23"
+BESIDE = "h100-80g x 8 (8 H100 GPUs beside 72 of other roles); this machine has 79"
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ BESIDE = "h100-80g x 8 (8 H100 GPUs beside 16 of other roles); this machine has 
         (["learners"], {"tpus": 4}, [OF_4, None, HOSTS]),
         (["validators"], {"tpus": 4}, [None, GPUS_24, None]),
         # validators have none of those that the workers take
-        (None, {"tpus": 64, "gpus": [H100] * 24}, [None, None, HOSTS]),
-        (None, {"tpus": 64, "gpus": [*[H100] * 23, A100]}, [None, BESIDE, HOSTS]),
+        (None, {"tpus": 64, "gpus": [H100] * 80}, [None, None, HOSTS]),
+        (None, {"tpus": 64, "gpus": [*[H100] * 79, A100]}, [None, BESIDE, HOSTS]),
     ],
 )
 def test_accelerators_are_asked_for_by_what_starts_here(

@@ -22,6 +22,7 @@ from runspec.local.endpoints import fixed_endpoints, plan_endpoints, port_is_fre
 from runspec.local.fleet import RestartPolicy
 from runspec.local.identity import Identity
 from runspec.local.machine import (
+    TPU_HOSTS,
     Machine,
     assign_cores,
     assign_devices,
@@ -30,7 +31,6 @@ from runspec.local.machine import (
 )
 from runspec.local.prepare import write_targets
 from runspec.local.processes import (
-    TPU_HOSTS,
     PreparedRun,
     RoleSpec,
     first_version_role,

@@ -186,7 +186,14 @@ def test_each_hardware_has_its_executor_and_graphs_and_cpus_a_cache_of_a_size(
             "samplers.cpu.max_model_len",
         ),
     ],
-    ids=["a cache too small", "fp8 on CPUs", "no such pool", "a setting", "vLLM's cache too small"],
+    ids=[
+        "a cache too small",
+        "a TPU",
+        "fp8 on CPUs",
+        "no such pool",
+        "a setting",
+        "vLLM's cache too small",
+    ],
 )
 def test_what_no_worker_can_do_is_refused_by_name(untied, act, says, place):
     with pytest.raises(UserError, match=says) as error:

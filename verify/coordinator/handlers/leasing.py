@@ -22,6 +22,7 @@ from verify.coordinator.handlers.line import Line, Question
 from verify.coordinator.handlers.registering import require_pools
 from verify.coordinator.journal import Finished
 from verify.coordinator.machine import events, filling, overdue
+from verify.coordinator.machine.hopes import Hopes
 from verify.coordinator.machine.leases import LeaseRecord, Rank
 from verify.coordinator.machine.state import Pace, State
 from verify.coordinator.requests import Refusal, refusing
@@ -216,7 +217,7 @@ class Leasing:
         Once `_AT_ONCE` questions have a lease, the others stay open.
         """
         journal, found = self._journal, dict[Question, LeaseRecord]()
-        hopes = filling.Hopes(journal.state, now)
+        hopes = Hopes(journal.state, now)
 
         def lease(question: Question) -> None:
             nonlocal hopes
@@ -225,7 +226,7 @@ class Leasing:
             if (record := self._lease_now(question)) is not None:
                 found[question] = record
             if journal.state is not hopes.state:
-                hopes = filling.Hopes(journal.state, now)
+                hopes = Hopes(journal.state, now)
 
         with journal.together():
             for rank in Rank if journal.state is not self._settled else ():

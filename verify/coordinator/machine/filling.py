@@ -44,7 +44,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from math import inf
 
@@ -115,32 +114,9 @@ def turn(state: State, key: str) -> tuple[Rank, float, int]:
     return worker.rank, worker.served, worker.number
 
 
-@dataclass(frozen=True)
-class Hopes:
-    """Whether there may be work for workers that ask."""
-
-    state: State
-    now: float
-
-    @cached_property
-    def served(self) -> set[Rank]:
-        """Ranks of workers for which a step has groups."""
-        return {r for r in Rank if _leasable_step(self.state, r, self.now) is not None}
-
-    @cached_property
-    def _oldest(self) -> float:
-        return min((record.since for record in self.state.leases.silent), default=inf)
-
-    def __call__(self, key: str) -> bool:
-        """Whether there may be work for a worker; usually for few."""
-        state, worker = self.state, self.state.workers[key]
-        if worker.rank in self.served:
-            return True
-        pace = worker.pace
-        late = pace and self.now >= self._oldest + overdue.OVERDUE_AFTER * pace.lease_s
-        if late and any(at <= self.now for at, _ in overdue.overdue_at(state, key)):
-            return True
-        return any(record.status == "open" for record in state.leases.unsettled.get(key, ()))
+def served_ranks(state: State, now: float) -> set[Rank]:
+    """Return the ranks of workers for which a step has groups."""
+    return {rank for rank in Rank if _leasable_step(state, rank, now) is not None}
 
 
 def _most_groups(state: State, key: str) -> int:

@@ -16,6 +16,7 @@ from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.documents import documents_spec
 from tests.verify.coordinator.filled import Filled, key, started
 from verify.coordinator.machine import events, filling, overdue
+from verify.coordinator.machine.hopes import Hopes
 from verify.coordinator.machine.leases import LeaseRecord, Rank
 from verify.coordinator.machine.stalls import waited_for
 from verify.coordinator.machine.state import Pace, Policy
@@ -199,9 +200,9 @@ class TestOverdue:
         assert due == silent.lease.issued + overdue.OVERDUE_AFTER * 10.0
         run.now = due - 0.1
         assert run.lease("x") is None
-        assert not filling.Hopes(run.state, run.now)(key("x"))
+        assert not Hopes(run.state, run.now)(key("x"))
         run.now = due
-        assert filling.Hopes(run.state, run.now)(key("x"))
+        assert Hopes(run.state, run.now)(key("x"))
         assert run.lease("x").lease.groups == silent.lease.groups
 
     def test_who_delivered_nothing_and_who_is_of_a_worse_rank_get_no_others_groups(self):

@@ -25,6 +25,7 @@ from tests.verify.coordinator.filled import (
 from verify.coordinator.machine import events, filling, overdue
 from verify.coordinator.machine.events import BY_OPERATOR, IllegalTransition
 from verify.coordinator.machine.filling import Close
+from verify.coordinator.machine.hopes import Hopes
 from verify.coordinator.machine.leases import Leases, Rank
 from verify.coordinator.machine.state import Pace, Tally
 from verify.coordinator.machine.transitions import LONGEST_DEFERRAL_S, apply, replay
@@ -286,7 +287,7 @@ class Filling(RuleBasedStateMachine):
     def whoever_could_get_a_lease_is_asked(self):
         """`Hopes` leaves out nobody for whom there is work."""
         state, now = self.run.state, self.run.now
-        hopeful = filter(filling.Hopes(state, now), state.workers)
+        hopeful = filter(Hopes(state, now), state.workers)
         served = [k for k in state.workers if filling.decide_lease(state, k, now) is not None]
         assert set(served) <= set(hopeful)
 
