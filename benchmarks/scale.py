@@ -35,10 +35,10 @@ DELTA = 0.03 / 2
 TOKEN_BYTES = 16
 """Of a submission: token, log-prob, and 8 bytes of proof."""
 COORDINATOR_LINK = 10e9 / 8
-SUBMISSION_S = 0.022
-HEARTBEAT_S = 0.0033
+SUBMISSION_S = 0.0195
+HEARTBEAT_S = 0.001
 """CPU seconds of the coordinator (docs/scale.md): of a submission with its lease and verdict, and
-of a heartbeat every 10 s with half a waiting request for a lease."""
+of 10 s of a worker: heartbeats, and waiting requests for a lease."""
 
 
 @dataclass(frozen=True)
