@@ -136,7 +136,7 @@ class Engine:
             held, self._held = self._held, None
             try:
                 patched = self._loop.run(self._replace(held, weights_dir, version))
-                report = self._loop.run(self._check(weights_dir, version, patched))
+                report = self.check(weights_dir, version, patched)
                 self._loop.run(self._open(weights_dir, version))
             except Exception as error:
                 self._loop.run(self._give_up(error))
@@ -189,8 +189,14 @@ class Engine:
         """
         return self._loop.run(self._prompt_logprobs(sequences))[0]
 
-    def check(self, weights_dir: Path, version: int) -> LoadReport:
+    def check(
+        self, weights_dir: Path, version: int, report: LoadReport | None = None
+    ) -> LoadReport:
         """Compare what the engine holds with a version's files and probe, on every rank.
+
+        Args:
+            weights_dir, version: as in `load`.
+            report: of ranks that have compared the files already; None: they do it now.
 
         Returns:
             The report of the first rank with the differences of all ranks.
@@ -198,7 +204,7 @@ class Engine:
         Raises:
             UserError: a tensor differs from the files, or the probe's log-probs from the learner's.
         """
-        return self._loop.run(self._check(weights_dir, version))
+        return self._loop.run(self._check(weights_dir, version, report))
 
     def abort(self) -> None:
         """Abort everything submitted so far: its futures raise GenerationAborted."""
@@ -290,7 +296,7 @@ class Engine:
         return patched
 
     async def _check(
-        self, weights_dir: Path, version: int, report: LoadReport | None = None
+        self, weights_dir: Path, version: int, report: LoadReport | None
     ) -> LoadReport:
         if report is None:
             core = self._require_client().core
