@@ -52,7 +52,7 @@ it."""
 SAMPLED_TOKEN_S, CHECKED_TOKEN_S = 4e-4, 1e-4
 """Seconds of a token beside its FLOPs, in a replica and in a validator on a CPU. With `CPU_FLOPS`
 they are about what the laptop profile's 0.2 M parameters reach on two cores."""
-TOKENIZED_PER_S, IDS_PER_S = 1e6, 30e6
+TOKENIZED_PER_S, IDS_PER_S = 1e6, 25e6
 """Tokens/s at which a corpus is made of text, and of Parquet files of token ids; measured on a core
 (docs/learner_jax.md)."""
 DOCUMENT_BYTES = 56.0
