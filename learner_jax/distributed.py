@@ -337,11 +337,10 @@ def _join(
 
 
 def _names(processes: int, index: int | None) -> list[str]:
-    """Who the processes are, by JAX's numbers.
+    """Who the processes are, by JAX's numbers, which on TPUs are the slice's.
 
     Raises:
-        UserError: in every process, where one was given another number than JAX's. On TPUs JAX goes
-            by the slice's own numbers.
+        UserError: in every process, where one was given another number than JAX's.
     """
     number = jax.process_index() if index is None else index
     name = f"{number} {socket.gethostname()}, process id {os.getpid()}".encode()[:_NAME_BYTES]
@@ -355,8 +354,7 @@ def _names(processes: int, index: int | None) -> list[str]:
             raise UserError(
                 f"process {given} of the learner is {own} for JAX, on {where}",
                 place="TPU_WORKER_ID",
-                remedy="start each process on the host that has its number in the TPU slice (the "
-                "metadata's agent-worker-number), or set TPU_WORKER_ID to it",
+                remedy="start each process on the host of its number in the slice, or set it there",
             )
     return list(names)
 

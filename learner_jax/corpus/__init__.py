@@ -127,27 +127,39 @@ def read_documents(
     """
     before, place = counts.documents, str(path)
     kind = kind or kind_of(path)
-    with readable(place, "Parquet" if kind == "parquet" else "text"), path.open("rb") as plain:
-        zipped = plain.peek(2)[:2] == _GZIP_MAGIC
-        with cast(BinaryIO, gzip.open(plain)) if zipped else plain as stream:
-            if kind in ("jsonl", "parquet"):
-                found = _rows(
-                    stream, place, kind, column, parse or partial(_text, column), optional
-                )
-            elif kind in ("text", "whole"):
-                found = (_text_lines if kind == "text" else _whole)(stream, place)
-            else:
-                found = (_fasta if kind == "fasta" else _fastq)(stream, place, counts)
-            for document in found:
-                if not len(document.value):
-                    counts.empty += 1
-                    continue
-                counts.documents += 1
-                if isinstance(document.value, str):
-                    counts.characters += len(document.value)
-                yield document
+    with (
+        readable(place, "Parquet" if kind == "parquet" else "text"),
+        path.open("rb") as plain,
+        cast(BinaryIO, gzip.open(plain)) if is_gzip(plain) else plain as stream,
+    ):
+        if kind in ("jsonl", "parquet"):
+            found = _rows(stream, place, kind, column, parse or partial(_text, column), optional)
+        elif kind in ("text", "whole"):
+            found = (_text_lines if kind == "text" else _whole)(stream, place)
+        else:
+            found = (_fasta if kind == "fasta" else _fastq)(stream, place, counts)
+        for document in found:
+            if not len(document.value):
+                counts.empty += 1
+                continue
+            counts.documents += 1
+            if isinstance(document.value, str):
+                counts.characters += len(document.value)
+            yield document
     if counts.documents == before:
-        raise UserError("holds no document", place=place, remedy="leave the file out")
+        raise no_document(place)
+
+
+def is_gzip(file: BinaryIO) -> bool:
+    """Whether a file that was just opened is compressed by gzip; it stays at its beginning."""
+    magic = file.read(2)
+    file.seek(0)
+    return magic == _GZIP_MAGIC
+
+
+def no_document(place: str) -> UserError:
+    """Return the error of a file without a document."""
+    return UserError("holds no document", place=place, remedy="leave the file out")
 
 
 def read_all(

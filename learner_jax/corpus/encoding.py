@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -17,7 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from bridge.model_files import output_directory
-from learner_jax.corpus import Counts, Document, Kind, read_all, reported
+from learner_jax.corpus import Counts, Document, Kind, no_document, read_all, reported
 from learner_jax.corpus.sources import Conversation, only_parts, read_rows, spans_of, token_columns
 from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError
@@ -124,8 +125,7 @@ class Encoder:
         paths: Sequence[Path | None] = files or (None,)  # None: reads are generated
         for path in paths:
             if path is not None and (columns := token_columns(source, path, algorithm)) is not None:
-                for ids, lengths in columns:
-                    yield from self._ids(ids, lengths, str(path), counts)
+                yield from self._ids(columns, str(path), counts)
                 continue
             own = [path] if path is not None else []
             for batch in _batches(read_rows(source, own, counts, algorithm)):
@@ -136,16 +136,23 @@ class Encoder:
                     yield self._joined(kept)
 
     def _ids(
-        self, ids: np.ndarray, lengths: np.ndarray, place: str, counts: Counts
+        self, columns: Iterable[tuple[np.ndarray, np.ndarray]], file: str, counts: Counts
     ) -> Iterator[Encoded]:
-        """Yield documents that are token ids already, one after the other."""
-        counts.documents += int((lengths > 0).sum())
-        counts.empty += int((lengths == 0).sum())
-        counts.too_short += int((lengths == 1).sum())
-        kept = lengths > 1
-        if kept.any():
-            tokens, lengths = ids[np.repeat(kept, lengths)], lengths[kept]
-            yield self._encoded(tokens, np.ones(len(tokens), bool), lengths, lambda _: place)
+        """Yield the documents of a file that are token ids already."""
+        before, first = counts.documents, 1
+        for ids, lengths in columns:
+            counts.documents += int((lengths > 0).sum())
+            counts.empty += int((lengths == 0).sum())
+            counts.too_short += int((lengths == 1).sum())
+            kept = lengths > 1
+            rows = first + np.flatnonzero(kept)
+            first += len(lengths)
+            if kept.any():
+                tokens = ids[np.repeat(kept, lengths)]
+                mask, place = np.ones(len(tokens), bool), partial(_row, file, rows)
+                yield self._encoded(tokens, mask, lengths[kept], place)
+        if counts.documents == before:
+            raise no_document(file)
 
     def _joined(self, documents: Sequence[Tokenized]) -> Encoded:
         lengths = np.array([len(each.ids) for each in documents])
@@ -250,6 +257,11 @@ class Encoder:
                 last = max(inside[ids[inside] == self.end], default=last)
             mask[inside[0] : last + 1] = True
         return mask
+
+
+def _row(file: str, rows: np.ndarray, number: int) -> str:
+    """Return the place of a document, by the numbers of the rows that have one."""
+    return f"{file}, row {rows[number]}"
 
 
 def token_bytes(tokenizer: Tokenizer, vocabulary: int) -> np.ndarray:

@@ -23,6 +23,7 @@ from learner_jax.corpus import (
     Document,
     Kind,
     Parse,
+    is_gzip,
     read_documents,
     reported,
     require_unicode,
@@ -82,7 +83,7 @@ def token_columns(
 
     Returns:
         for some rows after others, int64 [tokens] and int64 [rows]: their ids and lengths. None
-        where rows are no lists of integers.
+        where rows are no lists of integers, or the file is compressed by gzip.
 
     Raises:
         UserError: it is not Parquet, or a row is null or too long; then while it is read.
@@ -90,13 +91,14 @@ def token_columns(
     what, column = column_of(source, algorithm)
     if what != "tokens" or source.kind != "parquet":
         return None
-    place, offset = str(path), int(str(source.params.get("id_offset", 0)))
-    with readable(place, "Parquet"):
-        schema = open_parquet(path, {column}).schema_arrow
+    with readable(str(path), "Parquet"), path.open("rb") as file:
+        if is_gzip(file):
+            return None
+        schema = open_parquet(file, {column}).schema_arrow
     kind = schema.field(column).type if column in schema.names else pa.null()
     if not pa.types.is_list(kind) or not pa.types.is_integer(kind.value_type):
         return None
-    return _columns(path, column, offset)
+    return _columns(path, column, int(str(source.params.get("id_offset", 0))))
 
 
 def _columns(path: Path, column: str, offset: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

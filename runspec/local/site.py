@@ -275,12 +275,13 @@ class Bundle:
         )
 
 
-def decode_bundle(data: bytes, *, place: str) -> Bundle:
+def decode_bundle(data: bytes, *, place: str, folder: Path | None = None) -> Bundle:
     """Reads a bundle.
 
     Args:
         data: its bytes.
-        place: its file, for messages, and for the files that it shares with others.
+        place: of it, for messages.
+        folder: where its file lies; None: it has to be whole.
 
     Raises:
         UserError: it is none, it is damaged, or the roles.json in it counts no more.
@@ -290,10 +291,9 @@ def decode_bundle(data: bytes, *, place: str) -> Bundle:
         read = parse_object(data, max_bytes=MAX_BYTES)
         if read["format"] != FORMAT:
             raise MalformedJson(f"of format {read['format']!r}, not {FORMAT}")
-        if "shared" in read:
-            folder = Path(place).parent / SHARED
-            spec = read_bounded(folder / SPEC_FILE, MAX_BYTES)
-            roles = read_bounded(folder / ROLES_FILE, MAX_BYTES)
+        if "shared" in read and folder is not None:
+            spec = read_bounded(folder / SHARED / SPEC_FILE, MAX_BYTES)
+            roles = read_bounded(folder / SHARED / ROLES_FILE, MAX_BYTES)
         else:
             spec, roles = canonical_json(read["spec"]), str(read[ROLES_FILE]).encode()
         bundle = Bundle(
@@ -331,7 +331,7 @@ def load_bundle(path: Path) -> Bundle:
         reported("not a bundle", path, _REMEDY, UserError),
     ):
         data = read_bounded(path, MAX_BYTES)
-    return decode_bundle(data, place=str(path))
+    return decode_bundle(data, place=str(path), folder=path.parent)
 
 
 def make_bundles(spec: RunSpec, identity: Identity) -> list[Bundle]:

@@ -255,12 +255,10 @@ def _mount(
     if group.disk is Disk.RUN:
         mount("run", DATA, persistentVolumeClaim=claim("run"))
     else:
-        own: dict[str, Any] = {}
-        if (config := model_config(spec)) is not None:
+        mount("own", DATA, emptyDir={})
+        if (config := model_config(spec)) is not None:  # no limit: it is an estimate
             needed = str(own_disk_bytes(spec, config, group))
-            own["sizeLimit"] = needed
             container["resources"] = {"requests": {"ephemeral-storage": needed}}
-        mount("own", DATA, emptyDir=own)
     if group.disk is not Disk.OWN and spec.learner.hosts > 1 and not in_object_store(spec):
         folder = spec.checkpoints.dir
         assert folder is not None, "`addressed` says it"

@@ -118,20 +118,19 @@ def idle_learner(context: Context, config: ModelConfig) -> Found:
     """
     spec = context.spec
     if spec.learner.hardware.kind == "cpu":
-        return ()
+        return
     learner_s, step_s = learner_seconds(spec, config), step_seconds(spec, config)
     if learner_s is None or step_s is None or learner_s >= step_s / 2:
-        return ()
+        return
     replicas, devices = sum(p.replicas for p in spec.samplers), spec.learner.mesh.devices
     more = ceil(replicas * step_s / learner_s) - replicas
     enough = max(1, floor(devices * learner_s / step_s))
-    return relation(
-        False,
-        "samplers",
+    yield Violation(
+        ("samplers",),
         f"replicas: {replicas} sample a step in {step_s:.0f} s, which {devices} devices train in "
         f"{learner_s:.0f} s: the learner is idle {1 - learner_s / step_s:.0%} of the time",
-        f"{more} more replicas, or a learner of {enough} devices",
-        {"learner_s": float(f"{learner_s:.4g}"), "step_s": float(f"{step_s:.4g}")},
+        numbers={"learner_s": float(f"{learner_s:.4g}"), "step_s": float(f"{step_s:.4g}")},
+        suggestion=f"{more} more replicas, or a learner of {enough} devices",
     )
 
 

@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from learner_jax.corpus import encoding, packed
 from learner_jax.corpus.encoding import train_tokenizer
-from learner_jax.corpus.packed import (
-    Corpus,
-    CorpusRows,
-    epoch_order,
-    pack_documents,
-    split_documents,
-)
+from learner_jax.corpus.packed import Corpus, CorpusRows
+from learner_jax.corpus.rows import epoch_order, pack_documents, split_documents
 from learner_jax.corpus.sources import GeneratedReads
 from runspec.core.errors import UserError
 from runspec.core.files import temporary_name
@@ -283,6 +280,54 @@ def test_a_whole_file_over_the_limit_is_refused_before_it_is_read_whole(
     source = {"name": "a", "kind": "text", "uri": str(tmp_path / "a"), "params": {"whole": True}}
     with pytest.raises(UserError, match=r"/a:9: more than 32 bytes"):
         opened(tmp_path, document_spec([source]), model)
+
+
+IDS = [[1, 2, 3], [], [4], [5, 6], [7, 8, 9, 10]]
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_token_ids_of_parquet_are_those_of_json_lines(
+    model: Path, tmp_path: Path, zipped: bool
+) -> None:
+    lines = "".join(json.dumps({"ids": ids}) + "\n" for ids in IDS)
+    (tmp_path / "a.jsonl").write_text(lines)
+    pq.write_table(pa.table({"ids": IDS}), tmp_path / "a.parquet", row_group_size=2)
+    if zipped:
+        whole = (tmp_path / "a.parquet").read_bytes()
+        (tmp_path / "a.parquet").write_bytes(gzip.compress(whole))
+    params = {"params": {"tokens": "ids", "id_offset": -1}}
+    one, other = (
+        opened(
+            tmp_path,
+            document_spec([{"name": "a", "uri": str(tmp_path / f"a.{kind}"), **form}]),
+            model,
+        )
+        for kind in ("jsonl", "parquet")
+        for form in [{"kind": kind, **params}]
+    )
+    assert (one.counts, one.totals) == (other.counts, other.totals)
+    assert_equal(one.read(0, one.rows), other.read(0, other.rows))
+
+
+@pytest.mark.parametrize(
+    ("ids", "error"),
+    [
+        ([[1, 2], [], [3, 300]], "a.parquet, row 3: token id 300, the model has 300"),
+        ([[1, 2], None], "a.parquet, row group 0: 'ids' holds no list of token ids"),
+        ([[1, None]], "a.parquet, row group 0: 'ids' holds no list of token ids"),
+        ([[], []], "a.parquet: holds no document"),
+    ],
+)
+def test_bad_token_ids_of_parquet_are_named(
+    model: Path, tmp_path: Path, ids: list[Any], error: str
+) -> None:
+    table = pa.table({"ids": pa.array(ids, pa.list_(pa.int32()))})
+    pq.write_table(table, tmp_path / "a.parquet")
+    source = {"name": "a", "kind": "parquet", "uri": str(tmp_path / "a.parquet")}
+    spec = document_spec([{**source, "params": {"tokens": "ids"}}])
+    with pytest.raises(UserError) as caught:
+        opened(tmp_path, spec, model)
+    assert str(caught.value).startswith(str(tmp_path / error))
 
 
 def test_many_documents_are_packed_a_shard_at_a_time(

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bridge.delta import changed_elements
 from bridge.safetensors_io import read_headers, read_tensor
 from runspec.core.errors import UserError
 from sampler.engine.engine import Engine
@@ -289,25 +288,6 @@ def test_an_untrusted_pool_refuses_a_load_under_way(engine, newer):
 
 
 # -- What a load is compared with, without vLLM ----------------------------------------------------
-
-
-def test_changed_elements_are_where_bits_differ(tmp_path):
-    base = {"a": torch.zeros(5, 7), "b": torch.zeros(4, dtype=torch.bfloat16), "c": torch.ones(2)}
-    newer = {name: tensor.clone() for name, tensor in base.items()}
-    newer["a"][1, 2], newer["a"][4, 6] = -0.0, 3.0  # -0.0 is another bit pattern than 0.0
-    newer["b"][3] = 1.0
-    for name, tensors in (("v0", base), ("v1", newer), ("other", {"a": torch.zeros(7, 5)})):
-        (tmp_path / name).mkdir()
-        save_file(tensors, tmp_path / name / "model.safetensors")
-
-    found = {c.info.name: c for c in changed_elements(tmp_path / "v0", tmp_path / "v1")}
-
-    assert found.keys() == {"a", "b"}
-    assert found["a"].indices.tolist() == [9, 34]
-    assert found["a"].bits.view(np.float32).tolist() == [-0.0, 3.0]
-    assert found["b"].indices.tolist() == [3] and found["b"].bits.tolist() == [0x3F80]
-    with pytest.raises(UserError, match="other tensors"):
-        list(changed_elements(tmp_path / "v0", tmp_path / "other"))
 
 
 def probe_in(directory: Path, payload: object) -> Path:
