@@ -136,7 +136,7 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
 
         check_command(options.folder)
     elif command == "tokenizer":
-        from learner_jax.corpus.encoding import tokenizer_command
+        from learner_jax.corpus.tokenizer import tokenizer_command
 
         del values["action"]
         tokenizer_command(log=log, **values)

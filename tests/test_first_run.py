@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from learner_jax.corpus.encoding import train_tokenizer
+from learner_jax.corpus.tokenizer import train_tokenizer
 from runspec.cli.init import SUMS_ASKED, SUMS_SHOWN, data_files, initial_files, sums, worked
 from runspec.core.models.family import named_model
 from runspec.core.schema.load import SpecFiles, load_layers

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar, cast
@@ -82,6 +82,11 @@ class Counts:
     """Conversations longer than a row; they are left out."""
     without_assistant: int = 0
     """Conversations in which the assistant says nothing; they are left out."""
+
+    def add(self, others: Counts) -> None:
+        """Add the numbers of other documents."""
+        for name, number in asdict(others).items():
+            setattr(self, name, getattr(self, name) + number)
 
     def __str__(self) -> str:
         changes = {

@@ -1,29 +1,31 @@
-"""Documents of a source as tokens: plain text, token ids, or conversations with a mask.
-
-`train_tokenizer` makes a tokenizer from documents.
-"""
+"""Documents of a source as tokens: plain text, token ids, or conversations with a mask."""
 
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer
 
-from bridge.model_files import output_directory
-from learner_jax.corpus import Counts, Document, Kind, no_document, read_all, reported
-from learner_jax.corpus.sources import Conversation, only_parts, read_rows, spans_of, token_columns
+from learner_jax.corpus import Counts, Document, no_document
+from learner_jax.corpus.sources import (
+    Conversation,
+    GeneratedReads,
+    only_parts,
+    read_rows,
+    spans_of,
+    token_columns,
+)
 from runspec.core.canonical import canonical_json, digest_bytes
 from runspec.core.errors import UserError
-from runspec.core.models import made_tokenizer_files
 from runspec.core.schema import SUPERVISED, RunSpec, Source
+from runspec.core.schema.source_files import is_generated
 from runspec.core.tokenizer_files import ASSISTANT, ChatTemplate, TokenizerFiles
 
 PRETRAIN, SFT = SUPERVISED
@@ -35,7 +37,7 @@ class Encoded(NamedTuple):
     """Documents of at least two tokens each, one after the other."""
 
     tokens: np.ndarray
-    """int64 [tokens]."""
+    """[tokens], of the encoder's `dtype`."""
     mask: np.ndarray
     """bool [tokens]: whether the token is trained; the first of a document never is."""
     lengths: np.ndarray
@@ -55,6 +57,30 @@ class Tokenized(NamedTuple):
     """int64 [n]."""
     mask: np.ndarray | None
     """bool [n]: whether the token is what the assistant says; None where there is no assistant."""
+
+
+class Reads(NamedTuple):
+    """A block of generated reads, which are made where they are encoded."""
+
+    source: str
+    """Name of the source."""
+    reads: GeneratedReads
+    first: int
+    """One of `reads.blocks`."""
+
+    def documents(self, counts: Counts) -> list[Document]:
+        """Make the reads, and count them."""
+        place = f"data.sources.{self.source}, read"
+        made = [Document(n, f"{place} {n}", text) for n, text in self.reads.block(self.first)]
+        counts.documents += len(made)
+        counts.characters += len(made) * self.reads.length
+        return made
+
+
+Piece = Sequence[Document] | Reads
+"""Documents of one source that are encoded together."""
+EncodeAll = Callable[[Iterable[Piece]], Iterator[tuple[Encoded | None, Counts]]]
+"""Encodes pieces, in their order."""
 
 
 @dataclass(frozen=True)
@@ -110,30 +136,45 @@ class Encoder:
         """Type of the stored tokens."""
         return "<u2" if self.vocabulary <= 1 << 16 else "<u4"
 
-    def encoded(self, source: Source, files: Sequence[Path], counts: Counts) -> Iterator[Encoded]:
+    def encoded(
+        self, source: Source, files: Sequence[Path], counts: Counts, encode_all: EncodeAll
+    ) -> Iterator[Encoded]:
         """Yield the documents of a source, in the order of its files, some at a time.
 
         Args:
             source: of the spec.
             files: its files, in order.
             counts: receives the numbers.
+            encode_all: `map` of `encode`.
 
         Raises:
             UserError: a document cannot be read, or has a token that the model lacks.
         """
         algorithm = SFT if self.masked else PRETRAIN
-        paths: Sequence[Path | None] = files or (None,)  # None: reads are generated
-        for path in paths:
-            if path is not None and (columns := token_columns(source, path, algorithm)) is not None:
+        if is_generated(source):
+            reads = GeneratedReads.of(source.params)
+            yield from _taken(
+                encode_all(Reads(source.name, reads, i) for i in reads.blocks), counts
+            )
+        for path in files:
+            if (columns := token_columns(source, path, algorithm)) is not None:
                 yield from self._ids(columns, str(path), counts)
-                continue
-            own = [path] if path is not None else []
-            for batch in _batches(read_rows(source, own, counts, algorithm)):
-                found = list(self._tokenized(batch, counts))
-                kept = [each for each in found if len(each.ids) > 1]
-                counts.too_short += len(found) - len(kept)
-                if kept:
-                    yield self._joined(kept)
+            else:
+                rows = read_rows(source, [path], counts, algorithm)
+                yield from _taken(encode_all(_batches(rows)), counts)
+
+    def encode(self, piece: Piece) -> tuple[Encoded | None, Counts]:
+        """Return the documents of a piece that can be trained, and the numbers that change.
+
+        Raises:
+            UserError: a document has a token that the model lacks, or cannot be rendered.
+        """
+        counts = Counts()
+        rows = piece.documents(counts) if isinstance(piece, Reads) else piece
+        found = list(self._tokenized(rows, counts))
+        kept = [each for each in found if len(each.ids) > 1]
+        counts.too_short += len(found) - len(kept)
+        return self._joined(kept) if kept else None, counts
 
     def _ids(
         self, columns: Iterable[tuple[np.ndarray, np.ndarray]], file: str, counts: Counts
@@ -180,7 +221,7 @@ class Encoder:
         mask[starts] = False
         trained = np.add.reduceat(mask, starts, dtype=np.int64)
         text_bytes = np.add.reduceat(np.where(mask, self.text_bytes[tokens], 0), starts)
-        return Encoded(tokens, mask, lengths, trained, text_bytes)
+        return Encoded(tokens.astype(self.dtype), mask, lengths, trained, text_bytes)
 
     def _tokenized(self, rows: Sequence[Document], counts: Counts) -> Iterator[Tokenized]:
         first = rows[0].value  # a source has documents of one type
@@ -259,6 +300,14 @@ class Encoder:
         return mask
 
 
+def _taken(encoded: Iterable[tuple[Encoded | None, Counts]], counts: Counts) -> Iterator[Encoded]:
+    """Yield what was encoded, and add the numbers up."""
+    for each, change in encoded:
+        counts.add(change)
+        if each is not None:
+            yield each
+
+
 def _row(file: str, rows: np.ndarray, number: int) -> str:
     """Return the place of a document, by the numbers of the rows that have one."""
     return f"{file}, row {rows[number]}"
@@ -308,114 +357,3 @@ def _batches(rows: Iterator[Document]) -> Iterator[list[Document]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-Scheme = Literal["nucleotides", "text"]
-_SPECIAL: dict[Scheme, dict[str, str]] = {
-    "nucleotides": {
-        kind: f"[{kind.upper()}]" for kind in ("pad", "unk", "sep", "bos", "eos", "mask")
-    },
-    "text": {kind: f"<|{kind}|>" for kind in ("pad", "bos", "eos")},
-}
-"""Special tokens by kind, in the order of their ids, from 0."""
-_BASES = "_ACGTN"
-"""Single tokens of `nucleotides`, in the order of their ids, after the special tokens."""
-
-
-def train_tokenizer(documents: Iterable[str], vocab: int, scheme: Scheme) -> Tokenizer:
-    """Train a BPE tokenizer of exactly `vocab` tokens, which transformers and vLLM load.
-
-    The scheme `nucleotides` is METAGENE-1's (arXiv 2501.02045, section 3.2, and its released
-    tokenizer.json): the same special tokens and bases with the same ids, and merges within a
-    sequence. The scheme `text` is byte-level BPE, in which every decimal digit is a token of its
-    own.
-
-    Raises:
-        UserError: the vocabulary is smaller than the alphabet, or larger than the documents allow.
-    """
-    nucleotides = scheme == "nucleotides"
-    special = list(_SPECIAL[scheme].values())
-    alphabet = list(_BASES) if nucleotides else pre_tokenizers.ByteLevel.alphabet()
-    if vocab < (least := len(special) + len(alphabet)):
-        raise UserError(
-            f"{vocab} tokens; special tokens and alphabet of {scheme} are {least}",
-            place="--vocab",
-            remedy=f"ask for {least} or more",
-        )
-    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]" if nucleotides else None))
-    if nucleotides:
-        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer.decoder = decoders.Fuse()
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False),
-            ]
-        )
-        tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(documents, trainer)
-    if (found := tokenizer.get_vocab_size()) != vocab:
-        raise UserError(
-            f"{vocab} tokens; the documents give {found}",
-            place="--vocab",
-            remedy="add documents, or ask for fewer",
-        )
-    if nucleotides:
-        state = json.loads(tokenizer.to_str())  # the trainer sorts the bases; a release has ids
-        state["model"]["vocab"] |= {base: len(special) + i for i, base in enumerate(_BASES)}
-        tokenizer = Tokenizer.from_str(json.dumps(state))
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="[BOS] $A [EOS]",
-            special_tokens=[(name, special.index(name)) for name in ("[BOS]", "[EOS]")],
-        )
-    return tokenizer
-
-
-def tokenizer_command(
-    files: Sequence[Path],
-    out: Path,
-    log: logging.Logger,
-    *,
-    vocab: int,
-    scheme: Scheme,
-    kind: Kind | None,
-    column: str,
-    max_characters: int,
-) -> None:
-    """Train a tokenizer on files, and write its folder.
-
-    Args:
-        files: read in this order, up to `max_characters`.
-        out: a new folder.
-        log: receives progress and the counts.
-        vocab: number of tokens, special ones included.
-        scheme: see `train_tokenizer`.
-        kind: kind of the files; by default what their names say.
-        column: field or column that holds the text.
-        max_characters: what is beyond is left out.
-
-    Raises:
-        UserError: a file cannot be read, `out` exists, or the vocabulary does not fit.
-    """
-    counts = Counts()
-    documents = read_all(files, counts, kind=kind, column=column)
-    texts = reported(_limited(documents, counts, max_characters), counts, log)
-    with output_directory(out) as folder:
-        tokenizer = train_tokenizer(texts, vocab, scheme)
-        (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-        special = {f"{kind}_token": token for kind, token in _SPECIAL[scheme].items()}
-        for name, text in made_tokenizer_files(special).items():
-            (folder / name).write_text(text, encoding="utf-8")
-    log.info("%s has %d tokens", out, vocab)
-
-
-def _limited(documents: Iterable[Document], counts: Counts, characters: int) -> Iterator[str]:
-    """Yield texts until they have this many characters."""
-    for document in documents:
-        yield document.value
-        if counts.characters >= characters:
-            return

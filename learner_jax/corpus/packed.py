@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from learner_jax.corpus import Counts, reported
-from learner_jax.corpus.encoding import Encoder
+from learner_jax.corpus.encoding import EncodeAll, Encoder
+from learner_jax.corpus.processes import encoding
 from learner_jax.corpus.rows import (
     Rows,
     RowsWriter,
@@ -228,8 +229,9 @@ def open_corpus(spec: RunSpec, model_dir: Path, cache: Path, log: logging.Logger
         folder = cache / digest
         if not folder.is_dir():
             log.info("tokenizing the documents of %d sources", len(files))
-            with new_directory(folder) as made:
-                _make(made, spec.data.sources, files, encoder, log)
+            others = encoding(encoder, (spec, model_dir, encoder.vocabulary))
+            with new_directory(folder) as made, others as encode_all:
+                _make(made, spec.data.sources, files, encoder, encode_all, log)
         packed = cache / following
         if not packed.is_dir():
             with new_directory(packed) as made:
@@ -292,6 +294,7 @@ def _make(
     sources: Iterable[Source],
     files: dict[str, list[Path]],
     encoder: Encoder,
+    encode_all: EncodeAll,
     log: logging.Logger,
 ) -> None:
     """Write tokens, masks and the table of documents; the caller renames the folder."""
@@ -303,8 +306,9 @@ def _make(
         (folder / _DOCUMENTS).open("wb") as table,
     ):
         for number, source in enumerate(sources):
-            for each in reported(encoder.encoded(source, files[source.name], counts), counts, log):
-                tokens.write(each.tokens.astype(encoder.dtype).tobytes())
+            documents = encoder.encoded(source, files[source.name], counts, encode_all)
+            for each in reported(documents, counts, log):
+                tokens.write(each.tokens.tobytes())
                 if encoder.masked:
                     mask.write(each.mask.tobytes())
                 ends, many = end + np.cumsum(each.lengths), np.full(len(each.lengths), number)

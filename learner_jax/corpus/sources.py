@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast, get_args
 
@@ -42,7 +43,7 @@ def read_rows(
     """Yield the documents of a source, all of one type: text, ids int64 [n], or conversations.
 
     Args:
-        source: of documents, as the linter has checked it.
+        source: with files of documents, as the linter has checked it.
         files: its files, in order.
         counts: receives the numbers.
         algorithm: kind of the run's algorithm.
@@ -51,12 +52,6 @@ def read_rows(
         UserError: a file cannot be read, is not of its kind, or holds no document.
     """
     what, column = column_of(source, algorithm)
-    if is_generated(source):
-        for name, value in GeneratedReads.of(source.params).documents():
-            counts.documents += 1
-            counts.characters += len(value)
-            yield Document(name, f"data.sources.{source.name}, read {name}", value)
-        return
     if source.kind not in get_args(Kind):
         raise UserError(
             f"{source.kind!r} is no kind of documents",
@@ -323,6 +318,11 @@ class GeneratedReads:
         """Return what a source's `params` say, which the linter has checked."""
         return cls(**{key: int(str(value)) for key, value in params.items()})
 
+    @property
+    def blocks(self) -> range:
+        """Numbers of the first read of each block; the blocks are made alone."""
+        return range(0, self.reads, _BLOCK)
+
     def tables(self) -> np.ndarray:
         """Return p(base | three bases before it) of each organism: float64 [organisms, 64, 4].
 
@@ -332,20 +332,28 @@ class GeneratedReads:
         return rng.dirichlet(np.full(len(BASES), CONCENTRATION), (self.organisms, 4**ORDER))
 
     def documents(self) -> Iterator[Read]:
-        """Yield the reads, in order; the first three are uniform."""
-        bounds = self.tables().cumsum(axis=-1)[..., :-1]
-        for first in range(0, self.reads, _BLOCK):
-            # A generator of its own for each block: a read does not depend on how many there are.
-            rng = np.random.default_rng((self.seed, first))
-            organisms = rng.integers(self.organisms, size=_BLOCK)
-            bases = rng.integers(len(BASES), size=(max(self.length, ORDER), _BLOCK))
-            draws = rng.random(bases.shape)
-            for at in range(ORDER, self.length):
-                context = 16 * bases[at - 3] + 4 * bases[at - 2] + bases[at - 1]
-                bases[at] = (draws[at, :, None] > bounds[organisms, context]).sum(axis=-1)
-            texts = BASES[bases[: self.length].T]
-            for i in range(min(_BLOCK, self.reads - first)):
-                yield Read(f"{organisms[i]}-{first + i}", texts[i].tobytes().decode())
+        """Yield the reads, in order."""
+        return chain.from_iterable(map(self.block, self.blocks))
+
+    def block(self, first: int) -> Iterator[Read]:
+        """Yield the reads of a block, in order; the first three bases are uniform."""
+        # A generator of its own for each block: a read does not depend on how many there are.
+        rng, bounds = np.random.default_rng((self.seed, first)), _bounds(self)
+        organisms = rng.integers(self.organisms, size=_BLOCK)
+        bases = rng.integers(len(BASES), size=(max(self.length, ORDER), _BLOCK))
+        draws = rng.random(bases.shape)
+        for at in range(ORDER, self.length):
+            context = 16 * bases[at - 3] + 4 * bases[at - 2] + bases[at - 1]
+            bases[at] = (draws[at, :, None] > bounds[organisms, context]).sum(axis=-1)
+        texts = BASES[bases[: self.length].T]
+        for i in range(min(_BLOCK, self.reads - first)):
+            yield Read(f"{organisms[i]}-{first + i}", texts[i].tobytes().decode())
+
+
+@lru_cache(1)
+def _bounds(reads: GeneratedReads) -> np.ndarray:
+    """Return the sums of an organism's first probabilities: float64 [organisms, 64, 3]."""
+    return reads.tables().cumsum(axis=-1)[..., :-1]
 
 
 MAX_FAULTS = 20

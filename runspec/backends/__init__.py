@@ -15,6 +15,7 @@ from string import Template
 
 from runspec.core.errors import UserError
 from runspec.core.schema import RunSpec
+from runspec.core.schema.role_names import island_names, island_role, programs
 from runspec.local.site import TRUNK_GROUP, groups_started
 
 STOP_S = 300
@@ -67,12 +68,6 @@ def allocation(spec: RunSpec) -> tuple[int, int]:
     Raises:
         UserError: a process needs more devices than such a node has, or the spec asks for TPUs.
     """
-    if spec.learner.islands is not None:
-        raise UserError(
-            "Slurm's nodes are one cluster of Ray, which places no islands",
-            place="learner.islands",
-            remedy="use one learner, --backend kubernetes, or `runspec prepare`",
-        )
     groups = groups_started(spec)
     for group in groups:
         if group.hardware is not None and group.hardware.kind.startswith("tpu"):
@@ -81,7 +76,8 @@ def allocation(spec: RunSpec) -> tuple[int, int]:
                 place="hardware",
                 remedy="use --backend kubernetes, or a placement with GPUs",
             )
-    a_node = max(group.devices for group in groups if group.name in (TRUNK_GROUP, "learners"))
+    trained = {TRUNK_GROUP, "learners", *map(island_role, island_names(spec)[1:])}
+    a_node = max(group.devices for group in groups if group.name in trained)
     a_node = a_node or max(group.devices for group in groups)
     beside = 0
     for group in groups:
@@ -94,4 +90,6 @@ def allocation(spec: RunSpec) -> tuple[int, int]:
             )
         if group.devices and group.name not in (TRUNK_GROUP, "learners"):
             beside += ceil(len(group.members) / (a_node // group.devices))
-    return a_node, spec.learner.hosts + beside
+    # The hosts of one program are apart, also where they have no GPUs.
+    hosts = max(len(names) for names in programs(spec).values())
+    return a_node, max(spec.learner.hosts + beside, hosts)

@@ -9,6 +9,7 @@ from runspec.core.models import ModelConfig, device_count, device_of
 from runspec.core.models.parameters import MEMORY_UTILIZATION, parameter_count, trained_count
 from runspec.core.schema import Hardware, RunSpec, SamplerPool
 from runspec.core.schema.role_names import island_names, island_role, island_spec, members
+from runspec.core.schema.source_files import column_of
 
 LEARNER_MFU = 0.4
 """Share of the peak that the learner's useful FLOPs reach. Pre-training of dense models reaches
@@ -52,9 +53,11 @@ it."""
 SAMPLED_TOKEN_S, CHECKED_TOKEN_S = 4e-4, 1e-4
 """Seconds of a token beside its FLOPs, in a replica and in a validator on a CPU. With `CPU_FLOPS`
 they are about what the laptop profile's 0.2 M parameters reach on two cores."""
-TOKENIZED_PER_S, IDS_PER_S = 1e6, 25e6
+TOKENIZED_PER_S, IDS_PER_S = 0.45e6, 25e6
 """Tokens/s at which a corpus is made of text, and of Parquet files of token ids; measured on a core
 (docs/learner_jax.md)."""
+HOST_CORES = 16
+"""Cores of an accelerator's host that tokenize: the process that reads for them feeds no more."""
 DOCUMENT_BYTES = 56.0
 """Of a corpus on disk, for each document beside its tokens."""
 OURS = "assumed, not measured"
@@ -146,6 +149,16 @@ def document_tokens(spec: RunSpec) -> Assumed:
     return Assumed("a document", tokens, "tokens", "learner.packing.tokens: documents fill rows")
 
 
+def corpus_rate(spec: RunSpec) -> Assumed:
+    """Return the speed at which the learner's host makes a corpus: text on all of its cores."""
+    kind, measured = spec.algorithm.kind, "measured on a core"
+    if all(column_of(each, kind)[0] == "tokens" for each in spec.data.sources):
+        return Assumed("reading token ids", IDS_PER_S, "tokens/s", measured)
+    if spec.learner.hardware.kind == "cpu":
+        return Assumed("tokenizing", TOKENIZED_PER_S, "tokens/s", measured)
+    return Assumed("tokenizing", HOST_CORES * TOKENIZED_PER_S, "tokens/s", OURS)
+
+
 def mean_new_tokens(spec: RunSpec) -> Assumed:
     """Return the mean output length of the spec, of the targets, or half of the longest output."""
     longest = max(pool.max_new_tokens for pool in spec.samplers)
@@ -200,7 +213,7 @@ def inputs(spec: RunSpec, config: ModelConfig | None, check: Assumed | None) -> 
             filtered_share(spec),
         )
         if spec.supervised is None
-        else (document_tokens(spec),)
+        else (document_tokens(spec), corpus_rate(spec))
     )
     loading = [Assumed("loading", LOAD_BYTES_S, "bytes/s", OURS)]
     deltas = []

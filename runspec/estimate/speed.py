@@ -182,6 +182,13 @@ def _program_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
     return (flops.useful + flops.forward) / (devices * peak * assumed.learner_mfu(spec).value)
 
 
+def corpus_seconds(spec: RunSpec) -> float:
+    """Return the seconds in which as many tokens as a supervised run trains become a corpus."""
+    assert spec.supervised is not None
+    step = spec.supervised.updates_per_step * spec.supervised.tokens_per_update
+    return spec.steps * step / assumed.corpus_rate(spec).value
+
+
 def mean_tokens(spec: RunSpec) -> float:
     """Return the mean tokens of a rollout, prompt and output, or of a document."""
     if spec.supervised is not None:

@@ -14,7 +14,12 @@ from runspec.core.errors import UserError, size
 from runspec.core.files import expand_user
 from runspec.core.models import ModelConfig, device_count
 from runspec.core.models.family import load_config, model_config
-from runspec.core.models.parameters import WIDTH, trained_count, trained_parameters
+from runspec.core.models.parameters import (
+    WIDTH,
+    parameter_count,
+    trained_count,
+    trained_parameters,
+)
 from runspec.core.run_files import checkpoints_folder, numbered, state_folder, versions_in
 from runspec.core.schema import Hardware, Mesh, RunSpec, role_names
 from runspec.core.schema.load import FILE_NAME as SPEC_FILE
@@ -153,6 +158,7 @@ def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
         *_modules(spec, facts),
         *_checkpoints(spec, run_dir),
         *_disk(spec, run_dir, config, facts.free_bytes),
+        *_memory(spec, config, facts.memory()),
     ]
 
 
@@ -390,6 +396,19 @@ def _checkpoints(spec: RunSpec, run_dir: Path) -> Iterator[Missing]:
             "checkpoints.dir",
             f"{folder} holds full states of an earlier run of this name",
             "remove them, or give the run another name",
+        )
+
+
+def _memory(spec: RunSpec, config: ModelConfig | None, free: float | None) -> Iterator[Missing]:
+    """Weights that nobody has trained are drawn on the trunk's host, in float32."""
+    if config is None or free is None or spec.model.shape is None:
+        return
+    needed = WIDTH["float32"] * parameter_count(config)
+    if needed > free:
+        yield Missing(
+            "model.shape",
+            f"version 0 is drawn in {size(needed)} of main memory, {size(free)} is free",
+            "start the run on a machine with more, or name weights in model.hf",
         )
 
 

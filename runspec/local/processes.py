@@ -91,14 +91,19 @@ class RoleSpec:
 
 
 def first_version_role(run: PreparedRun) -> RoleSpec:
-    """The stage before the run: makes version 0, or finds a warm start in the cache."""
-    name = role_names.WARM_START if run.spec.supervised is None else role_names.DRAWN
-    devices = assign_devices(run.spec, roles_here(run.spec)).get("learner")
-    # One process makes the version, on the whole mesh.
-    learner = run.spec.learner.model_copy(update={"hosts": 1})
-    env = _learner_env(run, learner, (), devices)
-    if name == role_names.DRAWN:  # on the CPU: one host cannot open a slice of several
-        env = thread_limits(()) | jax_environment(run.machine.env, on_cpu=True, devices=1)
+    """The stage before the run: makes version 0, or finds a warm start in the cache.
+
+    One process makes it, on the learner's whole mesh. One host cannot open the slice of several, so
+    it is on the CPU where they are several, and where the weights are drawn alone.
+    """
+    drawn, learner = run.spec.supervised is not None, run.spec.learner
+    name = role_names.DRAWN if drawn else role_names.WARM_START
+    if drawn or learner.hosts > 1:
+        devices = 1 if drawn else learner.mesh.devices
+        env = thread_limits(()) | jax_environment(run.machine.env, on_cpu=True, devices=devices)
+    else:
+        numbers = assign_devices(run.spec, roles_here(run.spec)).get("learner")
+        env = _learner_env(run, learner, (), numbers)
     return RoleSpec(name, run.command(name), env, policy=RestartPolicy(ends_run=True))
 
 

@@ -12,7 +12,6 @@ from runspec.core.models import ModelConfig, device_count, device_of
 from runspec.core.models.parameters import StepFlops, parameter_count, step_flops
 from runspec.core.schema import RunSpec, SamplerPool
 from runspec.core.schema.role_names import island_names, island_spec
-from runspec.core.schema.source_files import column_of
 from runspec.estimate import LearnerMemory, assumed, learner_memory, speed, update_microbatches
 from runspec.estimate.assumed import Assumed, Cost, cost, inputs
 from runspec.estimate.broadcast import (
@@ -321,9 +320,6 @@ def _supervised(
         return None
     tokens = algorithm.updates_per_step * algorithm.tokens_per_update
     size = version_size(spec, config) if config is not None else None
-    kind = spec.algorithm.kind
-    ids = all(column_of(each, kind)[0] == "tokens" for each in spec.data.sources)
-    rate = assumed.IDS_PER_S if ids else assumed.TOKENIZED_PER_S
     each_token = assumed.DOCUMENT_BYTES / assumed.document_tokens(spec).value
     if config is not None:
         each_token += 2 if config.vocab_size <= 1 << 16 else 4
@@ -341,7 +337,7 @@ def _supervised(
         publish_s=model.publish_seconds(spec, size) if size else None,
         drawn_bytes=4 * parameter_count(config) if config and spec.model.shape else None,
         corpus_bytes=spec.steps * tokens * each_token if config else None,
-        corpus_s=spec.steps * tokens / rate,
+        corpus_s=speed.corpus_seconds(spec),
     )
 
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.e2e.ray_cluster import Cluster
-from tests.e2e.ray_run import RayRun
+from tests.e2e.ray_run import SAMPLING, RayRun
 
 RESOURCES: list[Mapping[str, float]] = [
     {},
@@ -105,7 +105,7 @@ def _started(steps: int) -> Iterator[RayRun]:
     folder = Path(tempfile.mkdtemp(prefix="rk", dir="/tmp"))
     with Cluster(folder, RESOURCES) as cluster:
         # so many kills end a role more often in a row than any site does
-        run = RayRun(cluster, steps, ASKS, "placement.restarts=30")
+        run = RayRun(cluster, steps, ASKS, *SAMPLING, "placement.restarts=30")
         run.apply()
         yield run
     shutil.rmtree(folder, ignore_errors=True)

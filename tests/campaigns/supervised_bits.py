@@ -23,9 +23,9 @@ from tokenizers import Tokenizer
 
 from benchmarks.references import markov
 from benchmarks.references.ngram import NGram
-from learner_jax.corpus.encoding import Scheme, train_tokenizer
 from learner_jax.corpus.packed import CorpusRows
 from learner_jax.corpus.sources import GeneratedReads
+from learner_jax.corpus.tokenizer import Scheme, train_tokenizer
 from runspec.core.schema import RunSpec
 from tests.campaigns.sampler import GSM8K
 

@@ -14,6 +14,8 @@ from tests.site_page import RAY, command_on
 from tests.waiting import HANG_S, eventually
 
 NAME = "target-short"
+SAMPLING = ("learner.hosts=2", "verify.lease_timeout=30s", "evaluations=null")
+"""Values of a run with samplers and a learner of two hosts."""
 
 
 class RayRun:
@@ -24,11 +26,19 @@ class RayRun:
         steps: of the run.
         resources: what its role groups ask for, as `placement.resources` has it.
         others: further values of the spec, as `--set` takes them.
+        spec: its file under `specs`, which has a profile `laptop`.
     """
 
-    def __init__(self, cluster: Cluster, steps: int, resources: str, *others: str) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        steps: int,
+        resources: str,
+        *others: str,
+        spec: str = "target_short.yaml",
+    ) -> None:
         self.cluster, self._steps, self._resources = cluster, steps, resources
-        self._others = others
+        self._others, self._spec = others, spec
         self.runs_dir = cluster.site / "runs"
         self.output = cluster.folder / "apply.log"
         self.process: subprocess.Popen[bytes] | None = None
@@ -47,19 +57,17 @@ class RayRun:
             f"steps={self._steps}",
             f"placement.address={self.cluster.address}",
             f"placement.resources={self._resources}",
+            f"name={NAME}",
             f"storage.dir={self.runs_dir}",
             f"storage.scratch={self.cluster.site}/scratch",
             "storage.shared=true",
             "checkpoints.every=3",
             f"checkpoints.dir={self.cluster.folder}/checkpoints",
-            "learner.hosts=2",
             f"learner.compile_cache={self.cluster.folder}/compiled",
-            "verify.lease_timeout=30s",
-            "evaluations=null",
             *self._others,
         )
         shown = command_on("head", "runspec apply", RAY)
-        small = [str(ROOT / "specs" / "target_short.yaml"), "--profile", "laptop"]
+        small = [str(ROOT / "specs" / self._spec), "--profile", "laptop"]
         return [
             *("apply", *small, *shown[shown.index("--set") :]),
             *(word for value in values for word in ("--set", value)),

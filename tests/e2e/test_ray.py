@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.ray_cluster import Cluster
-from tests.e2e.ray_run import NAME, RayRun
+from tests.e2e.ray_run import NAME, SAMPLING, RayRun
 from tests.site_page import RAY, commands
 from tests.waiting import HANG_S, eventually
 
@@ -38,7 +38,7 @@ def run() -> Iterator[RayRun]:
     # given a cluster, and a run that does not wait for a good start
     folder = Path(tempfile.mkdtemp(prefix="rc", dir="/tmp"))
     with Cluster(folder, RESOURCES) as cluster:
-        run = RayRun(cluster, STEPS, ASKS, "warm_start.stop_answer_probability=1e-9")
+        run = RayRun(cluster, STEPS, ASKS, *SAMPLING, "warm_start.stop_answer_probability=1e-9")
         # when it is applied from a machine that is none of its nodes
         run.apply()
         yield run

@@ -16,7 +16,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,7 +42,14 @@ from runspec.core.errors import UserError
 from runspec.core.process import address, save_endpoints
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import dump_resolved, load_resolved
-from runspec.core.schema.role_names import STAGES, TRUNK, learner_names, monitor_names, relay_names
+from runspec.core.schema.role_names import (
+    STAGES,
+    island_processes,
+    learner_names,
+    relay_names,
+    shares_name,
+    trunk_names,
+)
 from runspec.local.backend import Look, Processes, StopSignals
 from runspec.local.endpoints import PORTS
 from runspec.local.prepare import write_targets
@@ -59,6 +66,8 @@ REPORT_WAIT_S = 10.0
 NODE_S = 1800.0
 """How long it may be: that counts as a death then."""
 _TRIES = 100
+_APART = "STRICT_SPREAD"
+"""Each of a group's processes is on a node of its own."""
 GONE = -int(signal.SIGKILL)
 """Exit code of a role whose node is gone."""
 
@@ -99,15 +108,25 @@ class RayProcesses:
         self._ray = ray = connect(run.spec.placement.address)
         self._groups = {member: group for group in groups_of(run.spec) for member in group.members}
         self._here = ray.get_runtime_context().get_node_id()
-        self._on_trunk = {*TRUNK, *_FIRST_HOST, *monitor_names(run.spec)}
+        self._on_trunk = {*trunk_names(run.spec), *_FIRST_HOST}
+        self._islands = {
+            process: (shares_name(name), processes[0])
+            for name, processes in island_processes(run.spec).items()
+            for process in processes
+        }
+        """The server of shares and the first process of an island, by each of its processes."""
         self._roles: dict[str, _Role] = {}
         self._logs = run.directory / "logs"
         self._actors: dict[str, Any] = {}
         """Actors of relays that have a node and were not started yet."""
         self.run = run
-        self._learners = self._reserve_learners(run)
+        self._reserved = dict(self._reserve())
+        """Placement group of a process and its bundle there, where it has such."""
         fixed = {f"relay-{each.name}" for each in run.spec.broadcast.relays if each.url is not None}
-        self._movable = run.endpoints.all().keys() & set(relay_names(run.spec)) - fixed
+        self._relays = run.endpoints.all().keys() & set(relay_names(run.spec)) - fixed
+        servers = {shares for shares, _ in self._islands.values()}
+        self._placed_first = {*self._relays, *servers, *self._islands}
+        """Get a node before they start, and the address that they or others have there."""
         self._place_relays()
 
     def start(self, role: RoleSpec) -> None:
@@ -115,9 +134,10 @@ class RayProcesses:
         asks = ", ".join(f"{n:g} {what}" for what, n in self._demands(role.name).items())
         actor = placed or self._actor(role.name)
         mine = self._roles[role.name] = _Role(role, actor, time.monotonic(), asks)
-        if placed is None and role.name in self._movable:
-            before = address(self.run.endpoints.all()[role.name])[1]
-            mine.placing = actor.place.remote([before, *random.sample(PORTS, _TRIES)])
+        if placed is None and role.name in self._placed_first:
+            known = self.run.endpoints.all().get(role.name)
+            ports = [] if known is None else [address(known)[1], *random.sample(PORTS, _TRIES)]
+            mine.placing = actor.place.remote(ports)
         else:
             self._begin(mine)
 
@@ -161,12 +181,20 @@ class RayProcesses:
         promise = mine.starting if mine.placing is None else mine.placing
         if promise is not None:
             if not self._done(promise):
-                self._wait_for_node(name, mine, now - mine.since)
+                needs = f"a node of the cluster with {mine.asks_for or 'room for it'}"
+                self._wait_for(needs, name, mine, now - mine.since)
                 return
             kept = ray.get(promise)
             if mine.placing is not None:
-                mine.placing = None
+                if other := self._unplaced(name, kept[0]):
+                    self._wait_for(f"{other}, which is placed first", name, mine, now - mine.since)
+                    return
+                mine.placing, shares = None, self.run.endpoints.shares
                 self._address({name: kept})
+                if shares != self.run.endpoints.shares:  # its island may have told of the old one
+                    for each, (server, _) in self._islands.items():
+                        if server == name and each in self._roles:
+                            self.stop(each, signal.SIGTERM)
                 self._begin(mine)
                 return
             mine.starting = None
@@ -193,8 +221,26 @@ class RayProcesses:
     def _done(self, promise: Any) -> bool:
         return bool(self._ray.wait([promise], timeout=0)[0])
 
-    def _wait_for_node(self, name: str, mine: _Role, waited_s: float) -> None:
-        what = f"waits for a node of the cluster with {mine.asks_for or 'room for it'}"
+    def _unplaced(self, name: str, host: str) -> str:
+        """Return which process of its island a process on a host has to wait for; empty if none.
+
+        The server of shares is on the node of the first process. Where that node was lost, both
+        are placed anew, and so is the address at which all processes of the island meet.
+        """
+        for other in self._islands.get(name, ()):
+            theirs = self._roles.get(other)
+            if other == name:
+                continue
+            if theirs is None or theirs.placing is not None or theirs.look.exit_code is not None:
+                return other
+            url = self.run.endpoints.all().get(other)
+            first = name == self._islands[name][1]
+            if first and url is not None and address(url)[0] != host:
+                return other
+        return ""
+
+    def _wait_for(self, whom: str, name: str, mine: _Role, waited_s: float) -> None:
+        what = f"waits for {whom}"
         if waited_s >= NODE_S:
             self._end(name, mine, 1, f"{what} for {waited_s:.0f} s, and gives up")
         elif waited_s >= REPORT_WAIT_S and not mine.reported:
@@ -216,7 +262,8 @@ class RayProcesses:
         """Return the inputs from which another node starts a role, with the current spec."""
         run = replace(self.run, spec=load_resolved(self.run.directory))
         spec = site_spec(run.spec, run.identity.root_public_key)
-        bundles = {bundle.group: bundle for bundle in make_bundles(spec, run.identity)}
+        made = make_bundles(spec, run.identity)
+        bundles = {name: bundle for bundle in made for name in bundle.roles}
         data, secrets = bundles[role.name].encode(), secret_values(run.spec, run.machine)
         return Order(role.name, data, run.endpoints, secrets, role.cores or None)
 
@@ -232,36 +279,42 @@ class RayProcesses:
         )
 
         strategy: Any = "SPREAD"
-        hosts = dict.fromkeys(_FIRST_HOST, 0)
-        hosts |= {each: i for i, each in enumerate(learner_names(self.run.spec))}
-        if self._learners is not None and name in hosts:
-            strategy = PlacementGroupSchedulingStrategy(self._learners, hosts[name])
+        if name in self._reserved:
+            strategy = PlacementGroupSchedulingStrategy(*self._reserved[name])
         elif name in self._on_trunk:
             strategy = NodeAffinitySchedulingStrategy(self._here, soft=False)
         asked = options(self._demands(name))
         return self._ray.remote(RoleHost).options(**asked, scheduling_strategy=strategy).remote()
 
-    def _reserve_learners(self, run: PreparedRun) -> Any:
-        """Reserves a node for each of several learner hosts at once; None for a single one."""
-        if run.spec.learner.hosts == 1:
-            return None
-        ray = self._ray
-        nodes = {node["NodeID"]: node for node in ray.nodes()}
-        mine = nodes[self._here]
-        asked = [
-            {"CPU": 0.01, **demands(run.spec, self._groups[member])}
-            for member in (TRUNK_GROUP, *learner_names(run.spec)[1:])
-        ]
-        asked[0] |= at_node(mine["NodeManagerAddress"])
-        # The hosts of a TPU slice must be of one; Ray says which one a node is of.
-        within = {k: v for k, v in mine.get("Labels", {}).items() if k == "ray.io/tpu-slice-name"}
-        labels = [within] * len(asked) if within else None
-        return ray.util.placement_group(asked, "STRICT_SPREAD", bundle_label_selector=labels)
+    def _reserve(self) -> Iterator[tuple[str, tuple[Any, int]]]:
+        """Reserve a node for each host of a learner with several, and of every island after the
+        first, which has the server of its shares beside it."""
+        spec, ray = self.run.spec, self._ray
+        if spec.learner.hosts > 1:
+            nodes = {node["NodeID"]: node for node in ray.nodes()}
+            mine, names = nodes[self._here], learner_names(spec)
+            asked = [self._bundle(member) for member in (TRUNK_GROUP, *names[1:])]
+            asked[0] |= at_node(mine["NodeManagerAddress"])
+            # The hosts of a TPU slice must be of one; Ray says which one a node is of.
+            slice_name = "ray.io/tpu-slice-name"
+            within = {k: v for k, v in mine.get("Labels", {}).items() if k == slice_name}
+            labels = [within] * len(asked) if within else None
+            placed = ray.util.placement_group(asked, _APART, bundle_label_selector=labels)
+            yield from ((name, (placed, 0)) for name in _FIRST_HOST)
+            yield from ((name, (placed, i)) for i, name in enumerate(names))
+        for island, processes in island_processes(spec).items():
+            if island in self.run.endpoints.shares:  # else it is left to other machines
+                placed = ray.util.placement_group([*map(self._bundle, processes)], _APART)
+                yield shares_name(island), (placed, 0)
+                yield from ((name, (placed, i)) for i, name in enumerate(processes))
+
+    def _bundle(self, member: str) -> dict[str, float]:
+        return {"CPU": 0.01, **demands(self.run.spec, self._groups[member])}
 
     def _place_relays(self) -> None:
         """Gives each relay a node, and with it an address, before anybody knows of it."""
         promises: dict[str, Any] = {}
-        for name in self._movable:
+        for name in self._relays:
             self._actors[name] = self._actor(name)
             promises[name] = self._actors[name].place.remote(random.sample(PORTS, _TRIES))
         placed: dict[str, tuple[str, int]] = {}
@@ -277,11 +330,15 @@ class RayProcesses:
         self._address(placed)
 
     def _address(self, placed: Mapping[str, tuple[str, int]]) -> None:
-        """Notes where relays are reached, for whatever starts from now on."""
-        relays = dict(self.run.endpoints.relays)
-        for name, (host, port) in placed.items():
-            relays[name.removeprefix("relay-")] = f"http://{host}:{port}"
-        self.run = replace(self.run, endpoints=replace(self.run.endpoints, relays=relays))
+        """Notes where servers are reached, for whatever starts from now on."""
+        ends, found = self.run.endpoints, {n: f"http://{h}:{p}" for n, (h, p) in placed.items()}
+        ends = replace(
+            ends,
+            relays={n: found.get(f"relay-{n}", url) for n, url in ends.relays.items()},
+            shares={n: found.get(shares_name(n), url) for n, url in ends.shares.items()},
+            islands={n: found.get(n, url) for n, url in ends.islands.items()},
+        )
+        self.run = replace(self.run, endpoints=ends)
         save_endpoints(self.run.directory, self.run.endpoints)
         write_targets(self.run.directory, self.run.spec, self.run.endpoints)
 

@@ -191,7 +191,7 @@ class _Command:
 
 def _made_here(order: Order) -> tuple[RoleSpec, Path]:
     bundle = decode_bundle(order.bundle, place=f"bundle of {order.name}")
-    folder = own_folder(bundle.spec, order.name)
+    folder = own_folder(bundle.spec, bundle.group)
     folder.mkdir(parents=True, exist_ok=True)
     run = install_role(bundle, folder, order.endpoints)
     cores = None if order.cores is None else {order.name: order.cores}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runspec.core.schema.role_names import members
+from runspec.core.schema.role_names import island_processes, island_spec, members
 from runspec.lint import Context, Found, divisors, relation, rule
 
 
@@ -298,20 +298,22 @@ def island_trunk(context: Context) -> Found:
 
 @rule("placement")
 def island_backend(context: Context) -> Found:
-    """Islands need another backend than Ray.
+    """On Ray the processes of an island must not be a slice's.
 
-        placement.backend: not ray, where learner.islands is given
+        placement.backend: ray   ->   learner.islands.members[].hosts: 1 on TPUs
 
-    Islands are for machines that no fast network joins; a Ray cluster is one that does, and one
-    learner over its nodes trains faster. `local` starts islands on this machine, `kubernetes` on a
-    cluster; `runspec prepare` lets people start each on a machine of their own.
+    The hosts of such a program must be of one slice. Ray says of which the trunk's node is, and the
+    learner's other hosts are taken from that; for islands after the first nothing names a slice.
     """
-    return relation(
-        context.spec.learner.islands is None or context.spec.placement.backend != "ray",
-        "placement.backend",
-        "the Ray backend places no islands",
-        "local, kubernetes, or learner.islands: null",
-    )
+    spec = context.spec
+    for name, processes in island_processes(spec).items():
+        kind = island_spec(spec, name).learner.hardware.kind
+        yield from relation(
+            spec.placement.backend != "ray" or len(processes) == 1 or not kind.startswith("tpu"),
+            "placement.backend",
+            f"{name} has {len(processes)} hosts of {kind}, and Ray is told of no slice for it",
+            "kubernetes, or an island of one host",
+        )
 
 
 @rule("algorithm")

@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from learner_jax.corpus import encoding, packed
-from learner_jax.corpus.encoding import train_tokenizer
+from learner_jax.corpus import Document, encoding, packed, processes
 from learner_jax.corpus.packed import Corpus, CorpusRows
 from learner_jax.corpus.rows import epoch_order, pack_documents, split_documents
 from learner_jax.corpus.sources import GeneratedReads
+from learner_jax.corpus.tokenizer import train_tokenizer
 from runspec.core.errors import UserError
 from runspec.core.files import temporary_name
 from runspec.core.schema.load import SpecFiles
@@ -28,6 +28,7 @@ from tests.harness import ROOT
 from tests.learner_jax.corpus.corpora import (
     ROW,
     SPECIAL,
+    VOCABULARY,
     document_spec,
     model_dir,
     opened,
@@ -176,6 +177,47 @@ def test_documents_are_made_a_few_at_a_time_and_come_out_the_same(
         monkeypatch.setattr(encoding, name, value)
         parts = opened(tmp_path, spec, model, name)
         assert_equal(parts.read(0, parts.rows), whole.read(0, whole.rows))
+
+
+@pytest.mark.slow
+def test_several_processes_make_the_same_corpus(
+    model: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given files, and reads that are generated, and what one process makes of them
+    generated = {"kind": "generated_reads", "params": {"reads": 9000, "length": 30}}
+    spec = document_spec([*sources(files), {"name": "made", **generated}])
+    whole = opened(tmp_path, spec, model)
+    # when two processes encode all but the first documents
+    monkeypatch.setattr(encoding, "_BATCH", 3)
+    monkeypatch.setattr(processes, "ALONE", 1)
+    monkeypatch.setattr(processes.os, "sched_getaffinity", lambda _: {0, 1})
+    parts = opened(tmp_path / "again", spec, model)
+    # then rows and numbers are the same
+    assert_equal(parts.read(0, parts.rows), whole.read(0, whole.rows))
+    assert parts.counts == whole.counts and whole.counts.documents > 9000
+    # and what is wrong with a document is said where it lies
+    bad = tmp_path / "bad.jsonl"
+    rows = [{"ids": [3, 4]}] * 11 + [{"ids": [3, VOCABULARY]}]
+    bad.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    source = {"name": "ids", "kind": "jsonl", "uri": str(bad), "params": {"tokens": "ids"}}
+    with pytest.raises(UserError, match=f"bad.jsonl:12: token id {VOCABULARY}") as caught:
+        opened(tmp_path, document_spec([source]), model)
+    assert caught.value.remedy.startswith("name the tokenizer")
+
+
+@pytest.mark.slow
+def test_an_end_of_a_process_that_encodes_is_said(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "ALONE", 0)
+    monkeypatch.setattr(processes.os, "sched_getaffinity", lambda _: {0, 1})
+    spec = document_spec([])
+    encoder, nowhere = encoding.Encoder.of(spec, model, VOCABULARY), (spec, tmp_path, VOCABULARY)
+    with (
+        pytest.raises(UserError, match="a process that tokenizes documents has ended"),
+        processes.encoding(encoder, nowhere) as encode_all,
+    ):
+        list(encode_all([[Document("1", "1", "the sun")]]))
 
 
 def test_what_a_corpus_follows_from_changes_its_digest(
