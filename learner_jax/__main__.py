@@ -67,6 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
     adapter.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
     adapter.add_argument("out", type=Path, metavar="OUT", help="a new directory")
     adapter.add_argument("--step", type=int, help="of which full state; else the newest")
+    again = commands.add_parser("replay", help="train steps again and compare the full states")
+    again.add_argument("run_dir", type=Path, help="run directory, of a live run or a copy")
+    again.add_argument("what", metavar="STEP|A-B|sample:K", help="between kept full states")
     check = commands.add_parser(
         "check", help="open the documents of DIR/spec.json; prints JSON for `runspec lint --data`"
     )
@@ -135,6 +138,11 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
         from learner_jax.corpus.sources import check_command
 
         check_command(options.folder)
+    elif command == "replay":
+        from learner_jax.replay import replay_command
+
+        logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of each load, at length
+        replay_command(log=log, **values)
     elif command == "tokenizer":
         from learner_jax.corpus.tokenizer import tokenizer_command
 

@@ -83,7 +83,7 @@ def find_start(
     def newest() -> dict[str, Any]:
         for folder in (states, run.params):
             run_files.clear_unfinished(folder, run.log)
-        digest = _model_digest(model_dir)
+        digest = model_digest(model_dir)
         steps = state_steps(states)
         if not steps:
             return {"digest": digest}
@@ -96,6 +96,31 @@ def find_start(
     found = run.peers.json_from_first(newest)
     _require_one_folder(run, states)
     info = StateInfo(**found["info"]) if "info" in found else None
+    return start_at(run, programs, states, info, found["digest"], corpus)
+
+
+def start_at(
+    run: LearnerRun,
+    programs: Programs,
+    states: Folder,
+    info: StateInfo | None,
+    digest: str,
+    corpus: str | None,
+) -> Start:
+    """Collective: reads a full state, or version 0.
+
+    Args:
+        run: its log is told what differs from the program that wrote the state.
+        programs: of the run.
+        states: folder of the full states.
+        info: of one that was checked; None: version 0.
+        digest: names version 0.
+        corpus: digest of the documents; None for runs that train on rollouts.
+
+    Raises:
+        UserError: the state is damaged, or is not of the run's shapes.
+    """
+    spec, model_dir = run.spec, initial_model(run.folder)
     compared = spec.supervised is None and spec.grpo.kl.coef > 0
     adapted = spec.learner.lora is not None
     needed = info is None or compared or adapted
@@ -103,14 +128,13 @@ def find_start(
     frozen = programs.freeze(initial) if compared or adapted else None
     reference, base = frozen if compared else None, frozen if adapted else None
     if info is None:
-        state = programs.init_state(initial)
-        return Start(0, state, reference, base, found["digest"], corpus, None, True)
+        return Start(0, programs.init_state(initial), reference, base, digest, corpus, None, True)
     for difference in differences(info.fingerprint, run.fingerprint):
         run.log.info("not the program that wrote the full state: %s", difference)
     state = checkpoint.load_state(states, info.step, programs.abstract_state)
     return Start(
         *(info.step, state, reference, base),
-        *(found["digest"], corpus, info.batch, info.published),
+        *(digest, corpus, info.batch, info.published),
         checkpoint.load_beside(states, info),
     )
 
@@ -180,7 +204,7 @@ def _check_position(info: StateInfo, run_dir: Path, reader: ManifestReader[Any])
         )
 
 
-def _model_digest(model_dir: Path) -> str:
+def model_digest(model_dir: Path) -> str:
     """One digest of a model directory's weights, read once, however large."""
     files = {path.name: digest_file(path) for path in sorted(model_dir.glob("*.safetensors"))}
     if not files:

@@ -66,7 +66,7 @@ def train(
         RunStopped: too many updates were not finite, or a replay differs from what was published.
     """
     peers = peers or Peers()
-    run, programs = _open(run_dir, peers, link, log)
+    run, programs = open_run(run_dir, peers, link, log)
     serve_metrics(metrics, run.rows, log)
     with Saver(log) as saver, ExitStack() as joined:
         recipe = recipe_of(run, programs, stop)
@@ -83,6 +83,22 @@ def train(
         peers.each(saver.wait)
     done = loop.step == run.spec.steps
     log.info("%s at version %d", "finished" if done else "stopped", loop.version)
+
+
+class ProgramsOf:
+    """The programs of a step, by the settings that `changes` of the spec have for it."""
+
+    def __init__(self, run: LearnerRun, programs: Programs) -> None:
+        self._run, self._programs, self._changed = run, programs, 0
+
+    def __call__(self, step: int) -> Programs:
+        run = self._run
+        changed = max((each.step for each in run.spec.changes if each.step <= step), default=0)
+        if changed != self._changed:
+            run.log.info("step %d is trained by the settings of step %d", step, changed)
+            island, self._changed = run.link is not None, changed
+            self._programs = build_programs(run.own, run.config, run.mesh, island=island, step=step)
+        return self._programs
 
 
 class _Loop:
@@ -108,8 +124,7 @@ class _Loop:
         """The newest version that is committed."""
         self._batch = None if island.joined else start.batch
         """Digest of the batch manifest trained last; None where others trained it."""
-        self._changed = 0
-        """The step of the newest of the spec's changes that the programs train by; 0 for none."""
+        self._programs_of = ProgramsOf(run, programs)
         self._take_settings()
         self._versions = VersionWriter(run, build_probe(run.own, run.config, run.mesh), saver)
         self._states = StateWriter(run, start, self._versions, saver)
@@ -180,14 +195,7 @@ class _Loop:
         return True
 
     def _take_settings(self) -> None:
-        """Train the next step by the settings that `changes` of the spec have for it."""
-        run, step = self._run, self.step
-        changed = max((each.step for each in run.spec.changes if each.step <= step), default=0)
-        if changed != self._changed:
-            run.log.info("step %d is trained by the settings of step %d", step, changed)
-            island, self._changed = run.link is not None, changed
-            self._programs = build_programs(run.own, run.config, run.mesh, island=island, step=step)
-            self._recipe.programs = self._programs
+        self._programs = self._recipe.programs = self._programs_of(self.step)
 
     def save(self) -> None:
         """Write the full state after `step` steps."""
@@ -227,7 +235,7 @@ class _Loop:
         return self._programs.publish(self._island.weights(self._state), self._start.base)
 
 
-def _open(
+def open_run(
     run_dir: Path, peers: Peers, link: IslandLink | None, log: logging.Logger
 ) -> tuple[LearnerRun, Programs]:
     """The run on its mesh, and its programs, not compiled yet."""

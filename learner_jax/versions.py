@@ -68,6 +68,7 @@ def fingerprint(spec: RunSpec, mesh: Mesh) -> dict[str, Any]:
         "device_kind": device.device_kind,
         "machine": f"{platform.machine()} {_cpu_model()}".strip(),
         "threads": len(os.sched_getaffinity(0)) if device.platform == "cpu" else None,
+        "nproc": os.environ.get("NPROC") if device.platform == "cpu" else None,  # of XLA's threads
         "jax": jax.__version__,
         "jaxlib": version("jaxlib"),
         "optax": version("optax"),

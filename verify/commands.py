@@ -17,6 +17,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import atomic_file, read_bounded
 from runspec.core.process import EXIT_INTERNAL
 from verify.audit import audit
+from verify.audit.replay import replay
 from verify.formats import submission, verdict
 from verify.formats.tables import DTYPES, Column, MalformedTable, Schema
 
@@ -88,6 +89,11 @@ def add_audit_command(commands: argparse._SubParsersAction[argparse.ArgumentPars
         metavar="ROWS:CHAIN",
         help="a head that an earlier audit printed and the ledger must still have; may be repeated",
     )
+    parser.add_argument(
+        "--replay",
+        metavar="STEP|A-B|sample:K",
+        help="then train these steps again, between full states that the run kept",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.set_defaults(body=lambda options: run_once(lambda: _audit(options)))
 
@@ -96,7 +102,8 @@ def _audit(options: argparse.Namespace) -> int:
     report = audit(options.run_dir, root_key=options.root_key, heads=dict(options.head))
     lines = [json.dumps(asdict(report), sort_keys=True)] if options.json else report.lines()
     say("\n".join(lines))
-    return FINDINGS if report.findings else CLEAN
+    refuted = options.replay is not None and replay(options.run_dir, options.replay) != 0
+    return FINDINGS if report.findings or refuted else CLEAN
 
 
 def public_key(text: str) -> str:

@@ -22,13 +22,15 @@ from tests.waiting import HANG_S, eventually
 
 pytestmark = pytest.mark.nightly
 
-STEPS = 60
+STEPS = 40
 RESOURCES: list[dict[str, float]] = [{}, {"trunk": 1}, {"trains": 1}, {"trains": 1}]
 """Of the nodes: the head, the trunk's, and two of which each can have the second island."""
 ASKS = "{trunk: {trunk: 1}, island-b: {trains: 1}}"
 ISLANDS = (
-    "learner.islands={members: [{name: a}, {name: b}], quorum: 1, grace: 30s,"
-    " codec: {kind: float16}, outer: {lr: 0.7, momentum: 0.9}}"
+    *("learner.islands.count=null", "learner.islands.members=[{name: a}, {name: b}]"),
+    *("learner.islands.quorum=1", "learner.islands.grace=10s"),
+    *("algorithm.updates_per_step=1", "algorithm.tokens_per_update=4096"),
+    *("optimizer.warmup_updates=10", "optimizer.decay_updates=30"),
 )
 
 
@@ -36,7 +38,7 @@ ISLANDS = (
 def run() -> Iterator[RayRun]:
     folder = Path(tempfile.mkdtemp(prefix="ri", dir="/tmp"))
     with Cluster(folder, RESOURCES) as cluster:
-        run = RayRun(cluster, STEPS, ASKS, ISLANDS, spec="metagene.yaml")
+        run = RayRun(cluster, STEPS, ASKS, *ISLANDS, spec="opendiloco.yaml")
         run.apply()
         yield run
         assert run.process is not None

@@ -255,10 +255,14 @@ class TestDishonestWorkers:
         assert not cheated & {submission for submission, _ in groups}
 
 
-def test_the_audit_finds_nothing(finished: Finished) -> None:
+def test_the_audit_finds_nothing_and_trains_the_last_steps_again(finished: Finished) -> None:
     audit = [sys.executable, "-m", "verify", "audit", str(finished.run.dir)]
-    done = subprocess.run(audit, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*audit, "--replay", str(STEPS - 1)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
+    *_, last = done.stdout.splitlines()
+    assert last.endswith(f"to {STEPS - 1}: equal, every bit of the state after them")
 
 
 def test_the_first_and_the_last_version_are_evaluated(finished: Finished) -> None:

@@ -544,6 +544,14 @@ def test_it_asks_for_the_nodes_that_the_hardware_fills(tmp_path):
     found = asked(*H200)
     assert (found["nodes"], found["gpus-per-node"]) == ("18", "8")
     assert found["signal"] == "B:TERM@300" and "requeue" in found
+    # eight islands of a GPU each, and two of two hosts with four, of which a node has one
+    islands = SPECS / "opendiloco.yaml"
+    found = asked(islands)
+    assert (found["nodes"], found["gpus-per-node"]) == ("8", "1")
+    two = sets("learner.islands.count=2", "learner.hardware.count=8", "learner.hosts=2")
+    one_place = sets("learner.mesh.fsdp=8", "checkpoints.dir=/shared/states", "storage.shared=true")
+    found = asked(islands, *two, *one_place)
+    assert (found["nodes"], found["gpus-per-node"]) == ("4", "4")
     # CPUs need no more than the learner's hosts
     found = asked(*LAPTOP)
     assert found["nodes"] == "1" and "gpus-per-node" not in found
@@ -558,7 +566,6 @@ def test_it_asks_for_the_nodes_that_the_hardware_fills(tmp_path):
             1,
             "needs 2 devices on a node, the learner's have 1",
         ),
-        ((SPECS / "opendiloco.yaml",), 1, "one cluster of Ray, which places no islands"),
         (LAPTOP, 2, "say where to with -o"),
     ],
 )

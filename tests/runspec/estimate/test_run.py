@@ -151,7 +151,7 @@ def test_a_step_on_documents_is_its_updates_and_a_share_of_the_held_out_tokens()
     assert estimate.run_s == pytest.approx(25 * step_s)
     assert run.run_flops == pytest.approx(25 * flops.total)
     # and before them are the corpus and the parameters, in float32
-    assert run.corpus_s == 51_200 / 1e6 and run.corpus_bytes == 51_200 * (2 + 56 / 64)
+    assert run.corpus_s == 51_200 / 0.45e6 and run.corpus_bytes == 51_200 * (2 + 56 / 64)
     assert run.drawn_bytes == 4 * estimate.parameters
     # and there are versions 0, 10, 20 and 25, and nobody who fetches them
     assert run.versions == 4

@@ -74,6 +74,8 @@ TRACKIO = "monitors=[{name: c, kind: trackio, python: /no/python}]"
     [
         ("learner.hosts=2", {}, ""),  # a rehearsal
         ("seed=1", {"free_bytes": lambda _: GIB // 4}, "checkpoints: about 559 MB of disk needed"),
+        ("seed=1", {"memory": lambda: 1e5}, "model.shape: version 0 is drawn in 691 kB of main"),
+        ("seed=1", {"memory": lambda: 1e9}, ""),
         ("seed=1", lacks("transformers"), ""),
         ("verify.engine=torch", TORCH, "verify.engine: engine torch imports transformers, not"),
         ("seed=1", {"prefill_engines": ()}, "verify.engine: no prefill engine 'jax'; installed: "),

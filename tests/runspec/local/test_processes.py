@@ -122,6 +122,22 @@ def test_the_laptop_profile_is_eight_processes() -> None:
     assert first.policy.ends_run and "device_count=2" in first.env["XLA_FLAGS"]
 
 
+@pytest.mark.parametrize(("hosts", "on_cpu"), [(1, False), (2, True)])
+def test_one_host_makes_version_0_on_its_cpu_where_the_mesh_is_of_several(
+    hosts: int, on_cpu: bool
+) -> None:
+    # given a learner with two GPUs, on one host or on two
+    states = ("checkpoints.dir=s3://bucket/runs", f"learner.hosts={hosts}")
+    spec = small_spec("small", 5, *GPUS, *states)
+    first = first_version_role(run_of(spec))
+    # then the devices are those of the mesh, and the host's own where it has them all
+    assert ("device_count=2" in first.env.get("XLA_FLAGS", "")) == on_cpu
+    assert (first.env.get("JAX_PLATFORMS") == "cpu") == on_cpu
+    # and weights are drawn on one CPU device, whatever the learner has
+    drawn = first_version_role(run_of(supervised_spec(learner={"hosts": hosts})))
+    assert drawn.env["JAX_PLATFORMS"] == "cpu" and drawn.command[-2] == DRAWN
+
+
 def test_every_role_can_be_started() -> None:
     small = small_spec("small", 5, "monitors=[{name: m, kind: tensorboard}]")
     kinds = set()

@@ -1,0 +1,171 @@
+"""Steps trained again: an honest run's give its bits; what a learner did otherwise is found."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from learner_jax import checkpoint
+from learner_jax.__main__ import main
+from learner_jax.distributed import Peers
+from learner_jax.replay import intervals, replay
+from learner_jax.step import TrainState
+from learner_jax.train import open_run
+from runspec.core.errors import UserError
+from runspec.core.run_files import state_folder, step_folder
+from runspec.core.schema.load import dump_resolved
+from tests.learner_jax import test_document_runs as documents
+from tests.learner_jax.conftest import Run
+from tests.learner_jax.test_runner import copied, ready_run, train_to_the_end
+
+pytestmark = pytest.mark.slow
+
+LOG = logging.getLogger("test")
+KEPT: dict[str, Any] = {"checkpoints": {"every": 2, "keep": 9}, "storage": {"rollouts": 9}}
+
+
+def kept_run(path: Path, **changes: Any) -> Run:
+    run = ready_run(path, **KEPT, **changes)
+    train_to_the_end(run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return kept_run(tmp_path_factory.mktemp("honest") / "runs" / "run")
+
+
+def everything_in(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_honest_interval_has_equal_bits_and_the_run_is_left_as_it_was(
+    honest: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = everything_in(honest.path)
+    # when all that is kept is replayed, by the command
+    assert main(["replay", str(honest.path), "0-4"]) == 0
+    # then every interval is equal, and nothing was written
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "steps 0 to 1: equal, every bit of the state after them",
+        "steps 2 to 3: equal, every bit of the state after them",
+    ]
+    assert everything_in(honest.path) == before
+
+
+def test_steps_of_documents_are_replayed_too(tmp_path: Path) -> None:
+    files = documents.make_files(tmp_path)
+    run = documents.ready_run(tmp_path / "runs" / "run", files)
+    train_to_the_end(run)
+    kept = checkpoint.state_steps(state_folder(run.path, run.spec))
+    found = replay(run.path, *intervals(run.path, f"{kept[-1] - 1}")[0], LOG)
+    assert (found.last, found.exact, found.differing) == (kept[-1], True, [])
+
+
+Change = Callable[[TrainState], TrainState]
+
+
+def alter_state(run: Run, step: int, change: Change) -> None:
+    """Rewrite a full state as a learner would that had trained something else."""
+    states = state_folder(run.path, run.spec)
+    _, programs = open_run(run.path, Peers(), None, LOG)
+    info = checkpoint.check_state(states, step)
+    state = checkpoint.load_state(states, step, programs.abstract_state)
+    shutil.rmtree(states / f"step_{step}")
+    checkpoint.save_state(states, info, change(state), keep=9)()
+
+
+def scaled(tree: Any, by: float) -> Any:
+    return jax.tree.map(lambda leaf: (leaf * by).astype(leaf.dtype), tree)
+
+
+ALTERED: dict[str, Change] = {
+    "weights": lambda state: replace(state, params=scaled(state.params, 1 + 2**-20)),
+    "moments": lambda state: replace(state, optimizer=scaled(state.optimizer, 2)),
+}
+
+
+@pytest.mark.parametrize("what", ALTERED)
+def test_a_state_that_was_altered_is_refuted(what: str, honest: Run, tmp_path: Path) -> None:
+    run = copied(honest, tmp_path / "runs" / "run")
+    alter_state(run, 4, ALTERED[what])
+    # then the interval that ends there is refuted, and the one before stands
+    found = replay(run.path, 2, 4, LOG)
+    assert found.refuted and "NOT what the records give" in str(found)
+    assert not replay(run.path, 0, 2, LOG).refuted
+    assert main(["replay", str(run.path), "3"]) == 1
+    # and so is the next, whose steps began elsewhere
+    alter_state(run, 2, ALTERED[what])
+    assert replay(run.path, 2, 4, LOG).refuted
+
+
+def test_what_the_learner_trained_otherwise_is_refuted(honest: Run, tmp_path: Path) -> None:
+    # given a learner whose rate was one percent higher than the spec's
+    run = kept_run(tmp_path / "runs" / "run", optimizer={"lr": 1.01e-3})
+    spec = run.spec.model_copy(update={"optimizer": replace_rate(run, 1e-3)})
+    (run.path / "spec.json").write_bytes(dump_resolved(spec))
+    found = replay(run.path, 2, 4, LOG)
+    # then it is found, and by how much its updates are larger
+    assert found.refuted and found.residual < 1e-2
+    assert found.slope[1] == pytest.approx(1.01, rel=1e-3)
+
+
+def replace_rate(run: Run, rate: float) -> Any:
+    return run.spec.optimizer.model_copy(update={"lr": rate})
+
+
+def test_another_program_decides_nothing(honest: Run, tmp_path: Path) -> None:
+    # given a state that a program on other processors wrote
+    run = copied(honest, tmp_path / "runs" / "run")
+    made_on = run.path / "checkpoints" / "fingerprints.jsonl"
+    line = json.loads(made_on.read_text().splitlines()[0])
+    line["fingerprint"]["machine"] = "another"
+    made_on.write_text(json.dumps(line) + "\n")
+    alter_state(run, 4, ALTERED["weights"])
+    found = replay(run.path, 2, 4, LOG)
+    # then the updates are compared, but nothing is said to be wrong
+    assert found.differing and not found.exact and not found.refuted
+    assert "not decided" in str(found) and 0 < found.residual < 0.1
+
+
+def test_records_that_are_not_signed_or_name_another_batch_are_errors(
+    honest: Run, tmp_path: Path
+) -> None:
+    run = copied(honest, tmp_path / "runs" / "run")
+    # given a manifest that another key signed
+    manifest = step_folder(run.path, 3) / "batch.json"
+    run.add_batch(3, run.add_step(3, version=2)[:2], key=run.worker)
+    with pytest.raises(UserError, match=r"batch\.json"):
+        replay(run.path, 2, 4, LOG)
+    # and one of the coordinator, of fewer groups
+    run.add_batch(3, run.add_step(3, version=2)[:2])
+    assert manifest.exists()
+    with pytest.raises(UserError, match="names another batch manifest"):
+        replay(run.path, 2, 4, LOG)
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [("0-4", [(0, 2), (2, 4)]), ("1", [(0, 2)]), ("2", [(2, 4)]), ("2-4", [(2, 4)])],
+)
+def test_intervals_lie_between_the_states_that_are_kept(
+    what: str, found: list[tuple[int, int]], honest: Run
+) -> None:
+    assert intervals(honest.path, what) == found
+    assert intervals(honest.path, "sample:9") == [(0, 2), (2, 4)]
+    assert len(intervals(honest.path, "sample:1")) == 1
+
+
+@pytest.mark.parametrize("what", ["4", "1-3", "x", "sample:0", "-1", ""])
+def test_what_is_no_interval_is_said(what: str, honest: Run) -> None:
+    with pytest.raises(UserError, match="names no interval between the full states 0, 2, 4"):
+        intervals(honest.path, what)

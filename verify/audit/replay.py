@@ -1,0 +1,77 @@
+"""Starts `python -m learner_jax replay` for an audit, as the program that trained was started."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from runspec.core.canonical import MalformedJson
+from runspec.core.entry_points import install_command
+from runspec.core.errors import UserError, reported
+from runspec.core.run_files import numbered, record_of, state_folder
+from runspec.core.schema.load import load_resolved
+
+_BITS = ("--xla_cpu_multi_thread_eigen=", "--xla_gpu_deterministic_ops=")
+"""Flags that a record may give to XLA; others could make it write files."""
+
+_MOST_THREADS = 4096
+
+
+def replay(run_dir: Path, what: str) -> int:
+    """Train intervals of a run again; what came of them is printed.
+
+    Args:
+        run_dir: the run directory.
+        what: see `learner_jax.replay.intervals`.
+
+    Returns:
+        0 unless an interval is refuted or cannot be replayed.
+
+    Raises:
+        UserError: JAX is not installed, or the newest full state cannot be read.
+    """
+    if find_spec("jax") is None:
+        remedy = install_command("learner")
+        raise UserError(
+            "a replay trains, and jax is not installed", place="--replay", remedy=remedy
+        )
+    states = state_folder(run_dir, load_resolved(run_dir))
+    steps, cores = numbered(states, "step_"), os.sched_getaffinity(0)
+    env, threads = dict[str, str](), len(cores)
+    if steps:
+        newest = states / f"step_{steps[-1]}"
+        kinds = (OSError, MalformedJson, KeyError, TypeError, ValueError)
+        with reported("not the record of a full state", newest, "see `verify audit`", *kinds):
+            env, threads = environment(record_of(newest)["fingerprint"], threads)
+    command = [sys.executable, "-m", "learner_jax", "replay", str(run_dir), what]
+    # A child has the cores of the process that starts it, from its first instruction on.
+    os.sched_setaffinity(0, sorted(cores)[:threads])
+    try:
+        return subprocess.run(command, env={**os.environ, **env}, check=False).returncode
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def environment(made_on: Mapping[str, Any], cores: int) -> tuple[dict[str, str], int]:
+    """Return what of its environment a CPU's bits depend on, and how many cores it has.
+
+    Args:
+        made_on: fingerprint of the program that wrote a full state; from anybody.
+        cores: that are here.
+    """
+    if made_on["platform"] != "cpu":
+        return {}, cores
+    devices = math.prod(map(int, made_on["mesh"].values())) // int(made_on["processes"])
+    flags = [flag for flag in map(str, made_on["xla_flags"]) if flag.startswith(_BITS)]
+    flags.append(f"--xla_force_host_platform_device_count={devices}")
+    threads = max(1, min(int(made_on["threads"]), cores))
+    env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+    if (pool := made_on["nproc"]) is not None:
+        env["NPROC"] = str(min(int(pool), _MOST_THREADS))
+    return env, threads
