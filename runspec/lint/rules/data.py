@@ -299,8 +299,8 @@ def corpus_time(context: Context, config: ModelConfig) -> Found:
         corpus_s <= max(600, steps x learner_s / 10)
 
     The learner makes its corpus before the first step, and its devices wait. Its host tokenizes
-    about 450k tokens/s on each of 16 cores, or reads 25M token ids/s of Parquet. The corpus counts as
-    many tokens as the run trains: more epochs need less. Silent where the learner's speed is not
+    about 450k tokens/s on each of 16 cores, or reads 25M token ids/s of Parquet. The corpus counts
+    as many tokens as the run trains: more epochs need less. Silent where the learner's speed is not
     known, and on CPUs.
     """
     spec = context.spec
