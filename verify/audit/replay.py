@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,8 +18,8 @@ from runspec.core.errors import UserError, reported
 from runspec.core.run_files import numbered, record_of, state_folder
 from runspec.core.schema.load import load_resolved
 
-_BITS = ("--xla_cpu_multi_thread_eigen=", "--xla_gpu_deterministic_ops=")
-"""Flags that a record may give to XLA; others could make it write files."""
+_SWITCH = re.compile(r"--xla_(?!force_host_)(?:(?!dump)[a-z0-9_])+=(?:true|false|[0-9]{1,9})")
+"""Flags that a record may give to XLA: switches and levels. Others could make it write files."""
 
 _MOST_THREADS = 4096
 
@@ -68,7 +69,7 @@ def environment(made_on: Mapping[str, Any], cores: int) -> tuple[dict[str, str],
     if made_on["platform"] != "cpu":
         return {}, cores
     devices = math.prod(map(int, made_on["mesh"].values())) // int(made_on["processes"])
-    flags = [flag for flag in map(str, made_on["xla_flags"]) if flag.startswith(_BITS)]
+    flags = [flag for flag in map(str, made_on["xla_flags"]) if _SWITCH.fullmatch(flag)]
     flags.append(f"--xla_force_host_platform_device_count={devices}")
     threads = max(1, min(int(made_on["threads"]), cores))
     env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}

@@ -31,10 +31,12 @@ def test_it_has_the_devices_threads_and_flags_of_the_program_that_trained():
     assert environment(MADE_ON | {"platform": "tpu"}, 8) == ({}, 8)
 
 
-def test_a_record_gives_xla_no_other_flags():
-    hostile = ["--xla_dump_to=/home", "--xla_cpu_multi_thread_eigen=true"]
-    env, _ = environment(MADE_ON | {"xla_flags": hostile, "nproc": "1" * 9}, 8)
-    assert "dump" not in env["XLA_FLAGS"] and "eigen=true" in env["XLA_FLAGS"]
+def test_a_record_gives_xla_switches_and_levels_and_no_file():
+    hostile = ["--xla_dump_to=1", "--xla_gpu_dump_llvmir=true", "--xla_x=/home", "--xla_x=1 --y=2"]
+    honest = ["--xla_backend_optimization_level=0", "--xla_cpu_multi_thread_eigen=true"]
+    flags = [*hostile, *honest, "--xla_force_host_platform_device_count=9"]
+    env, _ = environment(MADE_ON | {"xla_flags": flags, "nproc": "1" * 9}, 8)
+    assert env["XLA_FLAGS"].split()[:-1] == honest
     assert env["NPROC"] == "4096"
 
 
