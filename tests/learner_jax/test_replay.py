@@ -94,18 +94,16 @@ ALTERED: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("what", ALTERED)
-def test_a_state_that_was_altered_is_refuted(what: str, honest: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("what", "step"), [("weights", 4), ("weights", 2), ("moments", 4)])
+def test_a_state_that_was_altered_is_refuted(
+    what: str, step: int, honest: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given an altered state at the end of an interval, or at its beginning
     run = copied(honest, tmp_path / "runs" / "run")
-    alter_state(run, 4, ALTERED[what])
-    # then the interval that ends there is refuted, and the one before stands
-    found = replay(run.path, 2, 4, LOG)
-    assert found.refuted and "NOT what the records give" in str(found)
-    assert not replay(run.path, 0, 2, LOG).refuted
+    alter_state(run, step, ALTERED[what])
+    # then the command says that the interval is not what the records give
     assert main(["replay", str(run.path), "3"]) == 1
-    # and so is the next, whose steps began elsewhere
-    alter_state(run, 2, ALTERED[what])
-    assert replay(run.path, 2, 4, LOG).refuted
+    assert "steps 2 to 3: NOT what the records give" in capsys.readouterr().out
 
 
 def test_what_the_learner_trained_otherwise_is_refuted(honest: Run, tmp_path: Path) -> None:
