@@ -33,9 +33,11 @@ from learner_jax.recipes import recipe_of
 from learner_jax.train import ProgramsOf, open_run
 from learner_jax.versions import FINGERPRINTS_FILE, MadeOn, differences
 from runspec.core.errors import UserError
-from runspec.core.run_files import corpus_cache, initial_model, state_folder
+from runspec.core.run_files import corpus_cache, initial_model, state_folder, step_folder
+from runspec.core.schema import RunSpec
 from runspec.core.schema.load import FILE_NAME as SPEC_FILE
 from runspec.core.schema.load import load_resolved
+from verify.formats.batch import FILE_NAME as BATCH_FILE
 
 _LINKED = ("keys", "initial", "rollouts", SPEC_FILE)
 """What the learner reads of a run directory."""
@@ -93,9 +95,10 @@ def intervals(run_dir: Path, what: str) -> list[tuple[int, int]]:
     if spec.learner.islands is not None:
         raise UserError("steps of islands are not replayed", place="learner.islands")
     kept = sorted({0, *checkpoint.state_steps(state_folder(run_dir, spec))})
-    known, (kind, _, count) = list(pairwise(kept)), what.partition(":")
+    known = [each for each in pairwise(kept) if _records_are_there(run_dir, spec, *each)]
+    kind, _, count = what.partition(":")
     with suppress(ValueError):
-        if kind == "sample" and int(count) > 0:
+        if known and kind == "sample" and int(count) > 0:
             return sorted(random.SystemRandom().sample(known, min(int(count), len(known))))
         first, _, last = what.partition("-")
         begin, end = int(first), int(last or first)
@@ -105,10 +108,23 @@ def intervals(run_dir: Path, what: str) -> list[tuple[int, int]]:
         if found:
             return found
     raise UserError(
-        f"{what!r} names no interval between the full states {', '.join(map(str, kept))}",
+        f"{what!r} names no interval between the full states {', '.join(map(str, kept))} whose "
+        "manifests and rollouts are there",
         place=str(run_dir),
         remedy="name STEP, A-B or sample:K; checkpoints.keep and storage.rollouts keep more",
     )
+
+
+def _records_are_there(run_dir: Path, spec: RunSpec, first: int, last: int) -> bool:
+    """Return whether an interval has its manifests, and its rollouts were not removed."""
+    folders = [step_folder(run_dir, step) for step in range(first, last)]
+    if not all((folder / BATCH_FILE).exists() for folder in folders):
+        return False
+    if spec.supervised is not None:
+        return True
+    # The first step trains rollouts that were leased in it, or up to `async_level` steps before.
+    leased = range(max(0, first - spec.grpo.async_level), first + 1)
+    return any(any(step_folder(run_dir, step).glob("*.safetensors")) for step in leased)
 
 
 def replay(run_dir: Path, first: int, last: int, log: logging.Logger) -> Replayed:
@@ -117,7 +133,7 @@ def replay(run_dir: Path, first: int, last: int, log: logging.Logger) -> Replaye
     Args:
         run_dir: of a run that lives, has ended, or was copied.
         first: step of a full state, or 0.
-        last: step of a later one.
+        last: step of a later one; `intervals` gives such pairs.
         log: told of the program's progress.
 
     Raises:

@@ -163,6 +163,22 @@ def test_intervals_lie_between_the_states_that_are_kept(
     assert len(intervals(honest.path, "sample:1")) == 1
 
 
+def test_intervals_whose_records_are_gone_are_none(honest: Run, tmp_path: Path) -> None:
+    # given a run that has removed the rollouts of its first steps
+    run = copied(honest, tmp_path / "runs" / "run")
+    for path in step_folder(run.path, 0).glob("*.safetensors"):
+        path.unlink()
+    # then samples are drawn of what is left, and the others are said to be gone
+    assert intervals(run.path, "sample:2") == intervals(run.path, "0-4") == [(2, 4)]
+    with pytest.raises(UserError, match="whose manifests and rollouts are there"):
+        intervals(run.path, "1")
+    # and nothing waits for a manifest that is missing
+    (step_folder(run.path, 3) / "batch.json").unlink()
+    for what in ("3", "sample:1"):
+        with pytest.raises(UserError, match="whose manifests and rollouts are there"):
+            intervals(run.path, what)
+
+
 @pytest.mark.parametrize("what", ["4", "1-3", "x", "sample:0", "-1", ""])
 def test_what_is_no_interval_is_said(what: str, honest: Run) -> None:
     with pytest.raises(UserError, match="names no interval between the full states 0, 2, 4"):
