@@ -262,13 +262,14 @@ def _short_run(spec: RunSpec, start: WarmStart) -> RunSpec:
         clip_norm=start.clip_norm,
         warmup_updates=start.warmup_updates,
     )
-    floats = {"compute_dtype": "float32", "master_dtype": "float32", "lora": None}
+    # On another platform than the run's, where that has several hosts, and never in bfloat16.
+    own = {"compute_dtype": "float32", "master_dtype": "float32", "lora": None, "attention": "auto"}
     return spec.model_copy(
         update={
             "steps": start.max_updates,
             "algorithm": Sft(tokens_per_update=microbatches * packing.rows * packing.tokens),
             "optimizer": optimizer,
-            "learner": spec.learner.model_copy(update=floats),
+            "learner": spec.learner.model_copy(update=own),
         }
     )
 

@@ -102,7 +102,10 @@ def _audit(options: argparse.Namespace) -> int:
     report = audit(options.run_dir, root_key=options.root_key, heads=dict(options.head))
     lines = [json.dumps(asdict(report), sort_keys=True)] if options.json else report.lines()
     say("\n".join(lines))
-    refuted = options.replay is not None and replay(options.run_dir, options.replay) != 0
+    refuted = 0
+    if options.replay is not None:  # one object on standard output stays one
+        out = sys.stderr if options.json else sys.stdout
+        refuted = replay(options.run_dir, options.replay, out)
     return FINDINGS if report.findings or refuted else CLEAN
 
 

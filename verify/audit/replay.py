@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from runspec.core.canonical import MalformedJson
 from runspec.core.entry_points import install_command
@@ -24,12 +24,13 @@ _SWITCH = re.compile(r"--xla_(?!force_host_)(?:(?!dump)[a-z0-9_])+=(?:true|false
 _MOST_THREADS = 4096
 
 
-def replay(run_dir: Path, what: str) -> int:
-    """Train intervals of a run again; what came of them is printed.
+def replay(run_dir: Path, what: str, out: IO[str]) -> int:
+    """Train intervals of a run again; a line is printed for each.
 
     Args:
         run_dir: the run directory.
         what: see `learner_jax.replay.intervals`.
+        out: receives the lines.
 
     Returns:
         0 unless an interval is refuted or cannot be replayed.
@@ -54,7 +55,8 @@ def replay(run_dir: Path, what: str) -> int:
     # A child has the cores of the process that starts it, from its first instruction on.
     os.sched_setaffinity(0, sorted(cores)[:threads])
     try:
-        return subprocess.run(command, env={**os.environ, **env}, check=False).returncode
+        done = subprocess.run(command, env={**os.environ, **env}, stdout=out, check=False)
+        return done.returncode
     finally:
         os.sched_setaffinity(0, cores)
 
@@ -68,7 +70,7 @@ def environment(made_on: Mapping[str, Any], cores: int) -> tuple[dict[str, str],
     """
     if made_on["platform"] != "cpu":
         return {}, cores
-    devices = math.prod(map(int, made_on["mesh"].values())) // int(made_on["processes"])
+    devices = math.prod(map(int, made_on["mesh"].values()))  # one process has them all
     flags = [flag for flag in map(str, made_on["xla_flags"]) if _SWITCH.fullmatch(flag)]
     flags.append(f"--xla_force_host_platform_device_count={devices}")
     threads = max(1, min(int(made_on["threads"]), cores))

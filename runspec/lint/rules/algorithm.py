@@ -312,7 +312,7 @@ def island_backend(context: Context) -> Found:
             spec.placement.backend != "ray" or len(processes) == 1 or not kind.startswith("tpu"),
             "placement.backend",
             f"{name} has {len(processes)} hosts of {kind}, and Ray is told of no slice for it",
-            "kubernetes, or an island of one host",
+            "an island of one host, or `runspec prepare` and a machine for each process",
         )
 
 

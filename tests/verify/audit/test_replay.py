@@ -3,6 +3,7 @@
 What a replay finds is in `tests/learner_jax/test_replay.py`, one of a run in `tests/e2e`.
 """
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ MADE_ON = {
 def test_it_has_the_devices_threads_and_flags_of_the_program_that_trained():
     env, threads = environment(MADE_ON, 8)
     eigen, devices = env["XLA_FLAGS"].split()
-    assert (eigen, devices) == (*MADE_ON["xla_flags"], "--xla_force_host_platform_device_count=4")
+    assert (eigen, devices) == (*MADE_ON["xla_flags"], "--xla_force_host_platform_device_count=8")
     assert (env["JAX_PLATFORMS"], env["NPROC"], threads) == ("cpu", "16", 3)
     # and no more cores than there are; on accelerators all is as it is here
     assert environment(MADE_ON, 2)[1] == 2
@@ -47,5 +48,5 @@ def test_a_record_that_is_none_is_named(record: str, tmp_path: Path):
     newest.mkdir(parents=True)
     (newest / "state.json").write_text(record)
     with pytest.raises(UserError, match="not the record of a full state") as caught:
-        replay(run.path, "1")
+        replay(run.path, "1", sys.stderr)
     assert caught.value.place == str(newest)
