@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from runspec.core.errors import UserError
@@ -82,11 +83,16 @@ def _run(given: argparse.Namespace) -> int:
 def publish(role: Role, log: logging.Logger) -> None:
     """Publish each new policy version of a run until told to end."""
     from bridge.publisher import Publisher, publish_versions
+    from bridge.states import StatePublisher
     from runspec.core.http_server import serve_metrics
 
-    publisher = Publisher(role.folder, role.spec, log)
+    publisher, stop = Publisher(role.folder, role.spec, log), stop_event()
     serve_metrics(role.figures, publisher.figures, log)
-    publish_versions(publisher, stop_event())
+    with ExitStack() as beside:
+        if role.spec.audit is not None:
+            states = StatePublisher(role.folder, role.spec, publisher.signing, log)
+            beside.enter_context(states.following(stop))
+        publish_versions(publisher, stop)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from bridge.conversion import export_checkpoint
 from bridge.delta import DamagedWeights, write_delta
 from bridge.model_files import publish_problems
 from bridge.safetensors_io import damage, recorded_digest
+from bridge.states import keep_manifest
 from broadcast.layout import data_run, manifest_name, stored_versions
 from broadcast.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
 from broadcast.manifest import WeightsManifest, open_manifest
@@ -85,12 +86,12 @@ class Publisher:
                 place=str(roles),
                 remedy="`runspec apply` makes it anew",
             ) from error
-        self._signing: dict[str, Any] = {"key": self._key, "roles": self._roles}
-        self._signing["chunk_bytes"] = spec.broadcast.chunk_bytes
+        self.signing: dict[str, Any] = {"key": self._key, "roles": self._roles}
+        self.signing["chunk_bytes"] = spec.broadcast.chunk_bytes
         run_files.clear_unfinished(self._weights, log)
         self._served: set[int] = set()
         self._runs = [spec.name]  # whose latest.json is signed again
-        if publish_problems(spec, self._store, self._signing, log):
+        if publish_problems(spec, self._store, self.signing, log):
             self._runs.append(data_run(spec.name))
         self.figures = Published(self._served)
 
@@ -99,6 +100,7 @@ class Publisher:
         new = [v for v in run_files.versions_in(self._params) if v not in self._served]
         for version in new:
             self._publish(version)
+            keep_manifest(self._store, self._spec, version)
         if new:
             self._clean_up()
         return new
@@ -134,16 +136,15 @@ class Publisher:
         digest = self._put(version, directory, base=base, whole=whole)
         self._served.add(version)
         times.append(time.monotonic())
-        exported, compared, published = (b - a for a, b in pairwise(times))
+        spent = [b - a for a, b in pairwise(times)]
         if (manifest := self._stored(version)) is not None:
-            seconds = zip(STAGES, (exported, compared, published), strict=True)
-            self.figures.published(manifest, dict(seconds))
+            self.figures.published(manifest, dict(zip(STAGES, spent, strict=True)))
         self._log.info(
             "version %d published %s as %s: exported in %.2f s, compared in %.2f s, "
             "published in %.2f s",
             version,
             "whole" if whole else f"as a delta of version {base}",
-            *(digest[:16], exported, compared, published),
+            *(digest[:16], *spent),
         )
 
     def _export(self, version: int, directory: Path) -> None:
@@ -182,7 +183,7 @@ class Publisher:
             directory,
             run=self._spec.name,
             version=version,
-            **self._signing,
+            **self.signing,
             base=base,
             whole=whole,
         )

@@ -137,10 +137,10 @@ class ChunkWriter:
         self.new: list[Path] = []
         """Chunks that this writer wrote: they were missing or damaged."""
 
-    def add(self, source: Path | memoryview) -> ObjectInfo:
+    def add(self, source: Path | memoryview | Iterator[bytes]) -> ObjectInfo:
         """Store the chunks of a file, or of bytes, and return the description of the whole.
 
-        It reads a file once: this thread hashes the whole, another hashes and writes each chunk.
+        It reads once: this thread hashes the whole, another hashes and writes each chunk.
 
         Raises:
             UserError: a chunk cannot be written.
@@ -248,9 +248,19 @@ def _digest(path: Path) -> str | None:
     return hasher.hexdigest()
 
 
-def _pieces(source: Path | memoryview, size: int) -> Iterator[bytes | memoryview]:
+def _pieces(source: Path | memoryview | Iterator[bytes], size: int) -> Iterator[bytes | memoryview]:
     if isinstance(source, memoryview):
         yield from (source[start : start + size] for start in range(0, len(source), size))
+        return
+    if not isinstance(source, Path):
+        held = bytearray()
+        for piece in source:
+            held += piece
+            while len(held) >= size:
+                yield bytes(held[:size])
+                del held[:size]
+        if held:
+            yield bytes(held)
         return
     with source.open("rb") as file:
         while data := file.read(size):

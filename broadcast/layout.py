@@ -21,8 +21,8 @@ from runspec.core.signed import BadSignature, SigningKey, open_document
 TENSORS_NAME = "tensors.json"
 """File of a version that lists its tensors and their digests."""
 MAX_VERSION = 2**31
-RUN = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}(?:\.data)?")
-"""Form of a run's id: the run spec's `name`, or `data_run` of it."""
+RUN = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}(?:\.data|\.states)?")
+"""Form of a run's id: the run spec's `name`, or `data_run` or `states_run` of it."""
 
 
 def is_run(text: object) -> bool:
@@ -35,9 +35,14 @@ def data_run(run: str) -> str:
     return f"{run}.data"
 
 
+def states_run(run: str) -> str:
+    """Return the id under which full states of a run's learner are published."""
+    return f"{run}.states"
+
+
 def roles_run(run: str) -> str:
     """Return the run whose roles.json is that of an id."""
-    return run.removesuffix(".data")
+    return run.removesuffix(".data").removesuffix(".states")
 
 
 def is_version(value: object) -> bool:

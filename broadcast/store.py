@@ -127,7 +127,7 @@ def publish(
 
 def publish_objects(
     store: Path,
-    contents: Mapping[str, Path | memoryview],
+    contents: Mapping[str, Path | memoryview | Iterator[bytes]],
     *,
     run: str,
     version: int,
@@ -144,7 +144,7 @@ def publish_objects(
 
     Args:
         store: the store's directory.
-        contents: each file by name, or its bytes (format "B").
+        contents: each file by name, or its bytes (format "B", or one piece after the other).
         run: the run's id.
         version: its number.
         key: the key of a signer, which `roles` names.

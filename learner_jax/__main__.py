@@ -70,6 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     again = commands.add_parser("replay", help="train steps again and compare the full states")
     again.add_argument("run_dir", type=Path, help="run directory, of a live run or a copy")
     again.add_argument("what", metavar="STEP|A-B|sample:K", help="between kept full states")
+    again.add_argument("--json", dest="as_json", action="store_true", help="a JSON object a line")
     check = commands.add_parser(
         "check", help="open the documents of DIR/spec.json; prints JSON for `runspec lint --data`"
     )

@@ -250,11 +250,11 @@ class BatchReader(ManifestReader[BatchManifest]):
     def _judgement(self, signed: bytes, files: SubmissionFiles) -> verdict_format.VerdictEnvelope:
         """The envelope of a verdict, by the roles as they are now: validators may be added."""
         try:
-            return verdict_format.open_verdict(signed, validators=self._roles.validator)
+            return verdict_format.open_verdict(signed, validators=self.roles.validator)
         except BadSignature:
-            self._roles = self._read_roles()
+            self.roles = self._read_roles()
         try:
-            return verdict_format.open_verdict(signed, validators=self._roles.validator)
+            return verdict_format.open_verdict(signed, validators=self.roles.validator)
         except BadSignature as error:
             raise UserError(
                 str(error),

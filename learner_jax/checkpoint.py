@@ -20,7 +20,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -116,6 +116,7 @@ def save_state(
     state: Any,
     *,
     keep: int,
+    also: Collection[int] = (),
     beside: Mapping[str, np.ndarray] | None = None,
 ) -> Finish:
     """Copies the training state to the host; the rest writes it, and drops all but the newest
@@ -126,6 +127,7 @@ def save_state(
         info: what it is of.
         state: tree of arrays.
         keep: full states to keep.
+        also: steps whose states stay too.
         beside: arrays of process 0 that are written too, each under its name, in one of NumPy's own
             types and with one axis at least. They are not copied: they must not change until the
             save has ended.
@@ -146,7 +148,7 @@ def save_state(
     def finish() -> None:
         write()
         if jax.process_index() == 0:
-            for old in state_steps(folder)[:-keep]:
+            for old in sorted({*state_steps(folder)[:-keep]} - {*also}):
                 run_files.remove_entry(folder / f"step_{old}")
 
     return finish

@@ -119,7 +119,8 @@ class ManifestReader(Generic[M]):
     def __init__(self, run_dir: Path, spec: RunSpec, root_public_key: str) -> None:
         self._run_dir, self._spec = run_dir, spec
         self._root_public_key = root_public_key
-        self._roles = self._read_roles()
+        self.roles = self._read_roles()
+        """The run's roles, as they are now."""
 
     def wait(self, step: int, stop: StopSignal, log: logging.Logger) -> M | None:
         """Waits for the manifest of a step; None when `stop` was set meanwhile.
@@ -154,7 +155,7 @@ class ManifestReader(Generic[M]):
             UserError: it is not the coordinator's, or breaks a promise of the spec.
         """
         path = self._path(step)
-        coordinators = self._roles.coordinator if signed else None
+        coordinators = self.roles.coordinator if signed else None
         try:
             data = read_bounded(path, max(batch_format.MAX_BYTES, batch_format.MAX_RANGES_BYTES))
             found = open_manifest(data, spec=self._spec, step=step, coordinators=coordinators)

@@ -16,6 +16,7 @@ import numpy as np
 from bridge.model_files import output_directory
 from bridge.orbax_io import open_leaves, read_leaf
 from bridge.weight_map import Entry, entry
+from broadcast.layout import states_run, stored_versions
 from learner_jax import checkpoint
 from learner_jax.checkpoint import (
     StateInfo,
@@ -89,7 +90,7 @@ def find_start(
             return {"digest": digest}
         info = checkpoint.check_state(states, steps[-1])
         assert reader is not None, "process 0 has one"
-        _check_run(info, spec, digest, corpus, states)
+        check_run(info, spec, digest, corpus, states)
         _check_position(info, run.folder, reader)
         return {"digest": digest, "info": asdict(info)}
 
@@ -165,10 +166,14 @@ def _require_one_folder(run: LearnerRun, states: Folder) -> None:
         )
 
 
-def _check_run(
+def check_run(
     info: StateInfo, spec: RunSpec, model_digest: str, corpus: str | None, states: Folder
 ) -> None:
-    """The state is of this run: row numbers of documents mean what they meant."""
+    """Check that a state is of this run: row numbers of documents mean what they meant.
+
+    Raises:
+        UserError: it is of another starting model, seed or corpus.
+    """
     rename = "give the run another name, or delete it with `runspec delete`"
     documents = "the documents are not those it was trained on:"
     for what, then, now, remedy in (
@@ -276,8 +281,10 @@ class StateWriter:
         )
 
         def begin() -> checkpoint.Finish:
-            keep = run.spec.checkpoints.keep
-            write = checkpoint.save_state(run.states, info, state, keep=keep, beside=beside)
+            keep, also = run.spec.checkpoints.keep, self._unpublished()
+            write = checkpoint.save_state(
+                *(run.states, info, state), keep=keep, also=also, beside=beside
+            )
 
             def finish() -> None:
                 write()
@@ -287,6 +294,18 @@ class StateWriter:
 
         self._saver.run(f"the full state of step {step}", begin)
 
+    def _unpublished(self) -> list[int]:
+        """The states that the publisher has still to read."""
+        audit, published = self._run.spec.audit, self._published
+        wanted = [] if audit is None else state_steps(self._run.states)
+        return [s for s in wanted if audit and s > published and s % audit.states == 0]
+
+    @property
+    def _published(self) -> int:
+        """The newest full state that is published; 0 for none."""
+        store, run = self._run.folder / "store" / "origin", states_run(self._run.spec.name)
+        return max(stored_versions(store, run), default=0)
+
     def _drop_rollouts(self, step: int) -> None:
         """Remove the rollout files of steps that nobody needs, except their batch manifests."""
         run, spec = self._run, self._run.spec
@@ -294,7 +313,8 @@ class StateWriter:
             return
         # A step trains rollouts leased up to `async_level` steps before it.
         lag = 0 if spec.supervised else spec.grpo.async_level
-        needed, kept = state_steps(run.states)[0] - lag, spec.storage.rollouts
+        oldest, kept = state_steps(run.states)[0], spec.storage.rollouts
+        needed = (oldest if spec.audit is None else min(oldest, self._published)) - lag
         passed = needed if kept is None else min(needed, step - kept)
         for old in run_files.numbered(run.folder / "rollouts", "step_"):
             for path in run_files.step_folder(run.folder, old).iterdir() if old < passed else ():

@@ -39,7 +39,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.models import ModelConfig
 from runspec.core.process import RunStopped
-from runspec.core.run_files import versions_in, weights_folder
+from runspec.core.run_files import FINGERPRINTS_FILE, versions_in, weights_folder
 from runspec.core.schema import RunSpec
 
 DETERMINISTIC_GPU_FLAGS = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
@@ -110,7 +110,6 @@ def _cpu_model() -> str:
 
 
 PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
-FINGERPRINTS_FILE = "fingerprints.jsonl"
 MAX_FINGERPRINTS_BYTES = 16 * 1024 * 1024
 
 

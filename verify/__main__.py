@@ -1,4 +1,4 @@
-"""Coordinator and validator, and `python -m verify`: calibration, audit, single proofs, tables."""
+"""Coordinator and validator; `python -m verify`: calibration, audits, single proofs, tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 from runspec.core.process import Role, stop_event
 from verify import calibration, proof_commands
-from verify.commands import add_audit_command, add_table_command
+from verify.commands import add_audit_command, add_findings_command, add_table_command
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -19,6 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     proof_commands.add_commands(commands)
     calibration.add_commands(commands)
     add_audit_command(commands)
+    add_findings_command(commands)
     add_table_command(commands)
     options = parser.parse_args(arguments)
     code: int = options.body(options)

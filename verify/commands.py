@@ -1,4 +1,4 @@
-"""Commands `audit` and `table` of `python -m verify`; exit codes and printing of such commands."""
+"""Commands `audit`, `findings` and `table` of `python -m verify`; their exit codes and printing."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from runspec.core.address import parse_join_link
 from runspec.core.canonical import is_digest
 from runspec.core.errors import UserError
 from runspec.core.files import atomic_file, read_bounded
 from runspec.core.process import EXIT_INTERNAL
+from runspec.core.signed import BadSignature
 from verify.audit import audit
 from verify.audit.replay import replay
 from verify.formats import submission, verdict
+from verify.formats.documents import MAX_FINDING_BYTES, MAX_STEPS, open_finding
 from verify.formats.tables import DTYPES, Column, MalformedTable, Schema
+from verify.plugins import replay_link
 
 UNREADABLE, INTERRUPTED, NOBODY_READS = 2, 130, 141
 """Exit codes: a UserError; SIGINT and SIGPIPE, as a shell reports them."""
@@ -74,7 +78,9 @@ CLEAN, FINDINGS = 0, 1
 def add_audit_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `audit` to the commands of `python -m verify`."""
     parser = commands.add_parser("audit", help="replay a run's ledger; exit 0 clean, 1 findings")
-    parser.add_argument("run_dir", type=Path, help="run directory, of a live run or a copy")
+    parser.add_argument(
+        "run", metavar="RUN|LINK", help="run directory, of a live run or a copy; or a run's link"
+    )
     parser.add_argument(
         "--root-key",
         type=public_key,
@@ -99,14 +105,62 @@ def add_audit_command(commands: argparse._SubParsersAction[argparse.ArgumentPars
 
 
 def _audit(options: argparse.Namespace) -> int:
-    report = audit(options.run_dir, root_key=options.root_key, heads=dict(options.head))
+    if "://" in options.run:
+        return _audit_link(options)
+    run_dir = Path(options.run)
+    report = audit(run_dir, root_key=options.root_key, heads=dict(options.head))
     lines = [json.dumps(asdict(report), sort_keys=True)] if options.json else report.lines()
     say("\n".join(lines))
     refuted = 0
     if options.replay is not None:  # one object on standard output stays one
         out = sys.stderr if options.json else sys.stdout
-        refuted = replay(options.run_dir, options.replay, out)
+        refuted = replay(run_dir, options.replay, out)
     return FINDINGS if report.findings or refuted else CLEAN
+
+
+def _audit_link(options: argparse.Namespace) -> int:
+    link = parse_join_link(options.run)
+    if options.replay is None or options.json or options.head:
+        raise UserError(
+            "a link leads to full states, not to the ledger",
+            place=link.coordinator,
+            remedy="give --replay alone, or audit a copy of the run directory",
+        )
+    whole = replace(link, root=link.root or options.root_key)
+    return CLEAN if replay_link(whole, options.replay, say) else FINDINGS
+
+
+def add_findings_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `findings` to the commands of `python -m verify`."""
+    parser = commands.add_parser("findings", help="read what watchers found; exit 1: a refutation")
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="of `runspec watch`")
+    parser.add_argument(
+        "--trust",
+        type=public_key,
+        action="append",
+        default=[],
+        metavar="HEX",
+        help="a watcher's key whose findings you believe; may be repeated",
+    )
+    parser.set_defaults(body=lambda options: run_once(lambda: _findings(options)))
+
+
+def _findings(options: argparse.Namespace) -> int:
+    code, steps = CLEAN, {"checked": set[int](), "reported": set[int]()}
+    for path in options.files:
+        try:
+            found, key = open_finding(read_bounded(path, MAX_FINDING_BYTES))
+        except (OSError, BadSignature) as error:
+            raise UserError(f"no finding: {error}", place=str(path)) from error
+        word = "checked" if key in options.trust else "reported"
+        steps[word] |= set(range(found.first, min(found.last, found.first + MAX_STEPS)))
+        line = "".join(c if c.isprintable() else "?" for c in found.line)
+        say(f"{word} by {key[:16]}: run {found.run[:64]!r}, {found.outcome}: {line}")
+        if word == "checked" and found.outcome == "refuted":
+            code = FINDINGS
+    checked, reported = len(steps["checked"]), len(steps["reported"] - steps["checked"])
+    say(f"{checked} steps checked by keys that you trust, {reported} more reported by others")
+    return code
 
 
 def public_key(text: str) -> str:

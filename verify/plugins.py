@@ -1,4 +1,4 @@
-"""Interfaces of the plug-ins that are loaded by name: task, prefill engine, warm start, data files.
+"""Interfaces of the plug-ins that are loaded by name: task, prefill engine, warm start, files.
 
 `verify` imports neither samplers nor learners. A package provides plug-ins as entry points:
 
@@ -15,11 +15,14 @@
 
     [project.entry-points."runspec.data"]
     default = "bridge.model_files:fetch_data"
+
+    [project.entry-points."runspec.replay"]
+    default = "bridge.fetched_states:replay_link"
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -27,6 +30,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from runspec.core.address import JoinLink
 from runspec.core.entry_points import install_command
 from runspec.core.errors import UserError
 from runspec.core.process import Role, not_retried
@@ -38,6 +42,7 @@ from verify.truncation import Choices, Truncation
 TASK_GROUP = "runspec.tasks"
 WARM_START_GROUP = "runspec.warm_start"
 DATA_GROUP = "runspec.data"
+REPLAY_GROUP = "runspec.replay"
 
 
 @dataclass(frozen=True)
@@ -352,6 +357,26 @@ def fetch_data(
         UserError: not fetched in time, or one is not published as it is wanted.
     """
     _load(DATA_GROUP, "default")(weights, wanted, deadline_s)
+
+
+def replay_link(link: JoinLink, what: str, say: Callable[[str], None]) -> bool:
+    """Train intervals of a run again, with nothing but its link; a line is said for each.
+
+    It is the entry point `default` of `runspec.replay`.
+
+    Args:
+        link: of the run, with its name and root.
+        what: see `verify.audit.replay.choose`.
+        say: receives the lines.
+
+    Returns:
+        Whether none is refuted, or cannot be replayed.
+
+    Raises:
+        UserError: one cannot be fetched, or JAX is not installed.
+    """
+    sound: bool = _load(REPLAY_GROUP, "default")(link, what, say)
+    return sound
 
 
 @not_retried()

@@ -89,6 +89,8 @@ _RUNS = {
     "machines.join": "Samples for somebody's run with this machine, until it is finished or "
     "Ctrl-C.",
     "relay.relay": "Serves weights of somebody's run from this machine, until Ctrl-C.",
+    "watch.watch": "Trains drawn steps of somebody's run again, until Ctrl-C, and signs what came "
+    "of them.",
     "workers.invite": "Prints a join link by which so many keys may register, lists such links, or "
     "revokes one.",
     "workers.workers": "Lists a run's workers: standing, reputation, credits.",

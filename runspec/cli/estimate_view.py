@@ -99,6 +99,9 @@ def show_estimate(estimate: RunEstimate, console: Console) -> None:
     if estimate.parameters is not None:
         published = f", a version is {size(estimate.version_bytes or 0)}"
         _title(console, "Model", f"{_count(estimate.parameters)} parameters{published}")
+    if estimate.audit_bytes is not None:
+        kept = size(estimate.audit_bytes)
+        _say(console, f"published full states, and what was trained on: {kept} of disk")
     if estimate.learner.memory is not None:
         islands = estimate.islands
         _learner(estimate.learner, console, islands.islands[0].name if islands else None)

@@ -25,6 +25,8 @@ METRICS_FILE = "metrics.jsonl"
 """A line a trained step; the learner writes it."""
 SAMPLES_FILE = "samples.jsonl"
 """A few rollouts of each step."""
+FINGERPRINTS_FILE = "fingerprints.jsonl"
+"""In checkpoints/: on what each policy version was made."""
 STATE_FILE = "state.db"
 """SQLite database of the coordinator's ledger and the supervisor's tables."""
 PARAMS_NAME = "params"
@@ -110,6 +112,17 @@ def state_folder(run_dir: Path, spec: RunSpec, island: str | None = None) -> Fol
 def weights_folder(run_dir: Path) -> Path:
     """Return the folder of v<N>/: the safetensors directory of version N."""
     return run_dir / "weights"
+
+
+def published_manifest(run_dir: Path, version: int) -> Path:
+    """Return the signed manifest of a policy version, kept until a full state is published."""
+    return run_dir / "checkpoints" / "versions" / f"v{version}.json"
+
+
+def published_manifests(run_dir: Path) -> list[int]:
+    """Return the versions that `published_manifest` has, in order."""
+    paths = (run_dir / "checkpoints" / "versions").glob("v*.json")
+    return sorted(int(path.stem[1:]) for path in paths if path.stem[1:].isdecimal())
 
 
 def evaluation_file(run_dir: Path, evaluation: str, version: int) -> Path:

@@ -124,6 +124,13 @@ def learner_memory(spec: RunSpec, config: ModelConfig) -> LearnerMemory:
     )
 
 
+def state_bytes(spec: RunSpec, config: ModelConfig) -> int:
+    """Return about the bytes of a full state: masters and moments of what is trained."""
+    lora, trained = spec.learner.lora, model.trained_parameters(config, spec.learner.lora)
+    masters = WIDTH[spec.learner.master_dtype] * model.trained_count(config, lora)
+    return masters + _WIDE * moment_elements(spec.optimizer.kind, trained, Mesh())
+
+
 def moment_elements(kind: str, trained: model.Tree, mesh: Mesh) -> int:
     """Return the float32 numbers that an optimizer keeps on one device.
 

@@ -40,7 +40,7 @@ from runspec.core.models import parameters as model
 from runspec.core.models.parameters import MAX_SEQUENCES, MEMORY_UTILIZATION, WIDTH
 from runspec.core.schema import Hardware, RunSpec, SamplerPool
 from runspec.core.schema.role_names import island_names, island_spec
-from runspec.estimate import assumed
+from runspec.estimate import assumed, state_bytes
 from runspec.estimate.broadcast import exchange
 
 
@@ -227,6 +227,24 @@ def rollouts_per_step(spec: RunSpec) -> float:
     kept = 1.0 - assumed.filtered_share(spec).value
     most = trained * spec.grpo.fill.max_groups
     return min(trained / kept, most) if kept > 0.0 else most
+
+
+def published_states_bytes(spec: RunSpec, config: ModelConfig) -> int:
+    """Return about the bytes that `audit` keeps in the store: states, and what they trained on.
+
+    A rollout of n tokens has 860 + 12 n + 258 ceil(n / 32) bytes in submission, verdict, envelopes
+    and archive (measured: target_short with profile laptop). Documents are published once.
+    """
+    if spec.audit is None:
+        return 0
+    states = -(-spec.steps // spec.audit.states)
+    states = min(states, spec.audit.keep or states)
+    records = 0.0
+    if spec.supervised is None:
+        mean = assumed.mean_new_tokens(spec).value
+        rollout = 860 + 12 * mean + 258 * -(-mean // 32)
+        records = rollouts_per_step(spec) * rollout * min(spec.steps, states * spec.audit.states)
+    return round(states * state_bytes(spec, config) + records)
 
 
 def tokens_to_check(spec: RunSpec) -> float:

@@ -18,16 +18,16 @@ from runspec.core.models.parameters import (
     WIDTH,
     parameter_count,
     trained_count,
-    trained_parameters,
 )
 from runspec.core.run_files import checkpoints_folder, numbered, state_folder, versions_in
-from runspec.core.schema import Hardware, Mesh, RunSpec, role_names
+from runspec.core.schema import Hardware, RunSpec, role_names
 from runspec.core.schema.load import FILE_NAME as SPEC_FILE
 from runspec.core.schema.load import load_resolved
 from runspec.core.schema.role_names import evaluator_pool, island_names, island_spec
 from runspec.core.schema.source_files import missing_plugins, source_files
-from runspec.estimate import moment_elements
+from runspec.estimate import state_bytes
 from runspec.estimate.broadcast import VersionSize, version_size
+from runspec.estimate.speed import published_states_bytes
 from runspec.lint.rules.samplers import unsupported_heads
 from runspec.local.backend import LOCAL
 from runspec.local.identity import pinned_root_problem
@@ -51,9 +51,9 @@ def disk_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
     folder that samplers and validators share: the version of each sampler and the newest, but at
     most `async_level` + 2, as many with a validator, and one more on its way. Full states (masters
     and moments of what is trained, 12 P with adamw in float32, P parameters), `checkpoints.keep` +
-    1 of them; and room for logs and rollouts. Room alone where the model's shape is not known. Left
-    out: versions that are kept longer because somebody reads them, and the packed rows of
-    documents, which lie in the learner's cache.
+    1 of them, and what `audit` publishes; and room for logs and rollouts. Room alone where the
+    model's shape is not known. Left out: versions that are kept longer because somebody reads them,
+    and the packed rows of documents, which lie in the learner's cache.
     """
     if config is None:
         return _ROOM_BYTES
@@ -69,7 +69,8 @@ def disk_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
     if spec.supervised is None and (samplers or validators):
         most = spec.grpo.async_level + 3
         read = one.whole * (most if validators else min(samplers + 2, most))
-    return directories + stores + read + states_bytes(spec, config) + _ROOM_BYTES
+    states = states_bytes(spec, config) + published_states_bytes(spec, config)
+    return directories + stores + read + states + _ROOM_BYTES
 
 
 def _store_bytes(spec: RunSpec, one: VersionSize) -> int:
@@ -108,12 +109,7 @@ def states_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
     """About how much of it the full states are; 0 where the model's shape is not known."""
     if config is None:
         return 0
-    learner = spec.learner
-    trained = trained_parameters(config, learner.lora)
-    moments = moment_elements(spec.optimizer.kind, trained, Mesh())
-    masters = trained_count(config, learner.lora)
-    state = WIDTH[learner.master_dtype] * masters + WIDTH["float32"] * moments
-    return state * (spec.checkpoints.keep + 1)
+    return state_bytes(spec, config) * (spec.checkpoints.keep + 1)
 
 
 _PREPARE = "see `runspec prepare` and docs/site.md"

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from broadcast.layout import states_run
 from runspec.core import run_files
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError, reported
@@ -302,7 +303,7 @@ def complete_rollback(run_dir: Path) -> int | None:
                 remove_leftovers(folder)
         for name in (run_files.METRICS_FILE, run_files.SAMPLES_FILE):
             _keep_steps_below(run_dir / name, version)
-        made_on = run_dir / "checkpoints" / "fingerprints.jsonl"
+        made_on = run_dir / "checkpoints" / run_files.FINGERPRINTS_FILE
         _keep_steps_below(made_on, 0 if anew else version + 1)
     if anew:
         with closing(open_ledger(run_dir, spec)) as ledger:
@@ -351,7 +352,9 @@ def _doomed(run_dir: Path, spec: RunSpec, version: int, *, anew: bool) -> Iterat
     for states in _island_states(run_dir, spec):  # those islands join anew
         yield from (states / f"step_{n}" for n in run_files.numbered(states, "step_"))
     # Byte counts of what was served (served.json) stay, for the summary.
-    yield from sorted((run_dir / "store").glob(f"*/{spec.name}"))
+    for run in (spec.name, states_run(spec.name)):
+        yield from sorted((run_dir / "store").glob(f"*/{run}"))
+    yield run_dir / "checkpoints" / "versions"
     yield from _work(run_dir, anew=anew)
     yield run_dir / "keys"
     for step in run_files.numbered(run_dir / "rollouts", "step_"):

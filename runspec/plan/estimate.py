@@ -214,6 +214,8 @@ class RunEstimate:
     """Figures of `pretrain` and `sft`; None for `grpo`."""
     islands: IslandsEstimate | None = None
     """Exchange of shares; None for one learner. `learner` then is the first island."""
+    audit_bytes: int | None = None
+    """Bytes that published full states take in the store, with what they trained on."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data under stable keys, derived figures included."""
@@ -273,6 +275,7 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
         unknown=unknown,
         stalled=stalled,
         max_hours=spec.budget.max_hours,
+        audit_bytes=speed.published_states_bytes(spec, config) if config and spec.audit else None,
         supervised=supervised,
         islands=_islands(spec, config, step_s) if config is not None else None,
     )

@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +48,9 @@ def conversation(turns: list[tuple[str, str]]) -> str:
     return json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]})
 
 
-def document_spec(folder: Path, lora: object = None, **algorithm: object) -> RunSpec:
+def document_spec(
+    folder: Path, lora: object = None, blocks: dict[str, Any] | None = None, **algorithm: object
+) -> RunSpec:
     talk = algorithm.get("kind") == "sft"
     kind, name = ("jsonl", "talk.jsonl") if talk else ("text", "words.txt")
     shape = tiny_spec().model.shape.model_dump() | {"vocab_size": 300}
@@ -67,6 +70,7 @@ def document_spec(folder: Path, lora: object = None, **algorithm: object) -> Run
         reward=[],
         samplers=[],
         verify={"validators": 0},
+        **(blocks or {}),
     )
 
 

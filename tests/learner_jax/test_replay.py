@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import pytest
 
+from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest, sign_manifest
 from learner_jax import checkpoint
 from learner_jax.__main__ import main
 from learner_jax.distributed import Peers
@@ -20,10 +21,10 @@ from learner_jax.replay import intervals, replay
 from learner_jax.step import TrainState
 from learner_jax.train import open_run
 from runspec.core.errors import UserError
-from runspec.core.run_files import state_folder, step_folder
+from runspec.core.run_files import published_manifest, state_folder, step_folder
 from runspec.core.schema.load import dump_resolved
 from tests.learner_jax import test_document_runs as documents
-from tests.learner_jax.conftest import Run
+from tests.learner_jax.conftest import Run, tiny_spec
 from tests.learner_jax.test_runner import copied, ready_run, train_to_the_end
 
 pytestmark = pytest.mark.slow
@@ -68,7 +69,7 @@ def test_steps_of_documents_are_replayed_too(tmp_path: Path) -> None:
     train_to_the_end(run)
     kept = checkpoint.state_steps(state_folder(run.path, run.spec))
     found = replay(run.path, *intervals(run.path, f"{kept[-1] - 1}")[0], LOG)
-    assert (found.last, found.exact, found.differing) == (kept[-1], True, [])
+    assert (found.last, found.outcome) == (kept[-1], "equal")
 
 
 Change = Callable[[TrainState], TrainState]
@@ -111,28 +112,67 @@ def test_what_the_learner_trained_otherwise_is_refuted(honest: Run, tmp_path: Pa
     run = kept_run(tmp_path / "runs" / "run", optimizer={"lr": 1.01e-3})
     spec = run.spec.model_copy(update={"optimizer": replace_rate(run, 1e-3)})
     (run.path / "spec.json").write_bytes(dump_resolved(spec))
+    # then it is found by its bits, and it is said by how much its updates are larger
     found = replay(run.path, 2, 4, LOG)
-    # then it is found, and by how much its updates are larger
-    assert found.refuted and found.residual < 1e-2
-    assert found.slope[1] == pytest.approx(1.01, rel=1e-3)
+    assert found.exact and found.outcome == "refuted"
+    assert found.slope == pytest.approx(1.01, rel=1e-3)
+    # and also where another program trained, whose bits may differ
+    of_another_program(run)
+    found = replay(run.path, 2, 4, LOG)
+    assert not found.exact and found.outcome == "refuted" and found.far > 10 * found.noise
 
 
 def replace_rate(run: Run, rate: float) -> Any:
     return run.spec.optimizer.model_copy(update={"lr": rate})
 
 
-def test_another_program_decides_nothing(honest: Run, tmp_path: Path) -> None:
-    # given a state that a program on other processors wrote
-    run = copied(honest, tmp_path / "runs" / "run")
+def of_another_program(run: Run) -> None:
+    """What a run says that was trained on other processors."""
     made_on = run.path / "checkpoints" / "fingerprints.jsonl"
     line = json.loads(made_on.read_text().splitlines()[0])
     line["fingerprint"]["machine"] = "another"
     made_on.write_text(json.dumps(line) + "\n")
-    alter_state(run, 4, ALTERED["weights"])
+
+
+def test_another_program_has_to_be_as_near_as_rounding_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given a run that was trained on another mesh than the one that it says
+    one = {**tiny_spec().learner.model_dump(), "mesh": {"fsdp": 1}}
+    run = kept_run(tmp_path / "runs" / "run", learner=one)
+    (run.path / "spec.json").write_bytes(dump_resolved(tiny_spec(**KEPT)))
+    # then its updates differ by rounding alone, and the word is not "equal"
+    assert main(["replay", str(run.path), "0-4", "--json"]) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["outcome"] for each in said] == ["consistent", "consistent"]
+    assert "'fsdp': 1, 'tensor': 1} then" in said[0]["line"]
+    # when one tensor of the state is altered a little, it is found all the same
+    alter_state(run, 4, lambda state: replace(state, params=nudged(state.params)))
     found = replay(run.path, 2, 4, LOG)
-    # then the updates are compared, but nothing is said to be wrong
-    assert found.differing and not found.exact and not found.refuted
-    assert "not decided" in str(found) and 0 < found.residual < 0.1
+    assert (found.differing, found.outcome) == (["embed"], "refuted")
+
+
+def nudged(params: Any) -> Any:
+    return params | {"embed": params["embed"] + 1e-5}
+
+
+def test_a_version_that_was_published_with_other_bits_is_refuted(
+    honest: Run, tmp_path: Path
+) -> None:
+    # given a run whose publisher gave out other weights as version 3 than the learner made
+    run = copied(honest, tmp_path / "runs" / "run")
+    info = ObjectInfo(1, "0" * 64, (Chunk("0" * 64, 1),))
+    manifest = WeightsManifest(run.spec.name, 3, None, None, {}, (), {"other": info}, {})
+    path = published_manifest(run.path, 3)
+    path.parent.mkdir()
+    path.write_bytes(sign_manifest(manifest, run.publisher))
+    # then the state is equal, and the version is not
+    found = replay(run.path, 2, 4, LOG)
+    assert found.outcome == "refuted" and all("of version 3" in each for each in found.differing)
+    # and a manifest that nobody signed proves nothing
+    path.write_bytes(sign_manifest(manifest, run.worker))
+    with pytest.raises(UserError, match="may not sign it"):
+        replay(run.path, 2, 4, LOG)
 
 
 def test_records_that_are_not_signed_or_name_another_batch_are_errors(

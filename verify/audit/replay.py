@@ -7,9 +7,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from random import SystemRandom
 from typing import IO, Any
 
 from runspec.core.canonical import MalformedJson
@@ -18,19 +20,22 @@ from runspec.core.errors import UserError, reported
 from runspec.core.run_files import numbered, record_of, state_folder
 from runspec.core.schema.load import load_resolved
 
+Interval = tuple[int, int]
+"""Numbers of the full states at the beginning and at the end of some steps."""
 _SWITCH = re.compile(r"--xla_(?!force_host_)(?:(?!dump)[a-z0-9_])+=(?:true|false|[0-9]{1,9})")
 """Flags that a record may give to XLA: switches and levels. Others could make it write files."""
 
 _MOST_THREADS = 4096
 
 
-def replay(run_dir: Path, what: str, out: IO[str]) -> int:
+def replay(run_dir: Path, what: str, out: IO[str], *options: str) -> int:
     """Train intervals of a run again; a line is printed for each.
 
     Args:
         run_dir: the run directory.
-        what: see `learner_jax.replay.intervals`.
+        what: see `choose`.
         out: receives the lines.
+        options: of `python -m learner_jax replay`.
 
     Returns:
         0 unless an interval is refuted or cannot be replayed.
@@ -51,7 +56,7 @@ def replay(run_dir: Path, what: str, out: IO[str]) -> int:
         kinds = (OSError, MalformedJson, KeyError, TypeError, ValueError)
         with reported("not the record of a full state", newest, "see `verify audit`", *kinds):
             env, threads = environment(record_of(newest)["fingerprint"], threads)
-    command = [sys.executable, "-m", "learner_jax", "replay", str(run_dir), what]
+    command = [sys.executable, "-m", "learner_jax", "replay", str(run_dir), what, *options]
     # A child has the cores of the process that starts it, from its first instruction on.
     os.sched_setaffinity(0, sorted(cores)[:threads])
     try:
@@ -59,6 +64,40 @@ def replay(run_dir: Path, what: str, out: IO[str]) -> int:
         return done.returncode
     finally:
         os.sched_setaffinity(0, cores)
+
+
+def choose(
+    what: str, known: Sequence[Interval], kept: Sequence[int], place: str, remedy: str
+) -> list[Interval]:
+    """Return the intervals that a command line names.
+
+    Args:
+        what: `A-B`, every interval between; `STEP`, the one that trains it; `sample:K`, K drawn at
+            random.
+        known: intervals that can be trained again, in order.
+        kept: numbers of the full states, for the message.
+        place, remedy: of the message.
+
+    Raises:
+        UserError: it is none of these, or no such interval is known.
+    """
+    kind, _, count = what.partition(":")
+    with suppress(ValueError):
+        if known and kind == "sample" and int(count) > 0:
+            return sorted(SystemRandom().sample(known, min(int(count), len(known))))
+        first, _, last = what.partition("-")
+        begin, end = int(first), int(last or first)
+        found = [(a, b) for a, b in known if a <= end and b > begin]
+        if last:
+            found = [(a, b) for a, b in known if begin <= a and b <= end]
+        if found:
+            return found
+    raise UserError(
+        f"{what!r} names no interval between the full states {', '.join(map(str, kept))} whose "
+        "manifests and rollouts are there",
+        place=place,
+        remedy=remedy,
+    )
 
 
 def environment(made_on: Mapping[str, Any], cores: int) -> tuple[dict[str, str], int]:

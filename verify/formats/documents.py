@@ -233,3 +233,49 @@ def open_evaluation(data: bytes, *, evaluators: frozenset[str] | None) -> Evalua
         _EVALUATED, data, kind=EVALUATION_KIND, keys=evaluators, max_bytes=MAX_EVALUATION_BYTES
     )
     return result
+
+
+FINDING_KIND = "finding"
+MAX_FINDING_BYTES = 16 * 1024
+MAX_STEPS = 1_000_000
+"""Most steps of one finding."""
+Outcome = Literal["equal", "consistent", "refuted", "failed"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of steps that a watcher trained again (`runspec watch`)."""
+
+    __pydantic_config__ = STRICT
+
+    run: str
+    first: Natural
+    last: Natural
+    """Steps first .. last - 1, between two published full states."""
+    manifests: Annotated[list[Digest], Field(min_length=2, max_length=2)]
+    """Digests of the manifests of the two."""
+    outcome: Outcome
+    line: Annotated[str, Field(max_length=4000)]
+    """What the replay said."""
+    share: Annotated[float, Field(ge=0.0, le=1.0)]
+    """Of the intervals that the watcher draws."""
+    finished: Time
+
+
+_FINDING = TypeAdapter(Finding)
+
+
+def sign_finding(finding: Finding, key: SigningKey) -> bytes:
+    return sign_document(FINDING_KIND, asdict(finding), key)
+
+
+def open_finding(data: bytes) -> tuple[Finding, str]:
+    """Check a finding of anybody's, and return it with the key that signed it.
+
+    Raises:
+        BadSignature: nobody signed it, or its fields are not valid.
+    """
+    finding, key = open_payload(
+        _FINDING, data, kind=FINDING_KIND, keys=None, max_bytes=MAX_FINDING_BYTES
+    )
+    return finding, key

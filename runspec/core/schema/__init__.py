@@ -79,6 +79,18 @@ class Checkpoints(fields.Block):
     """Newest states that are kept."""
 
 
+class Audit(fields.Block):
+    """Full states that are published, so that anybody can train steps again (docs/audit.md)."""
+
+    CHANGE = "restart"
+
+    states: fields.Steps
+    """Steps between two of them: a multiple of `checkpoints.every`. What the steps between were
+    trained on is published with each, once no open lease is of those steps."""
+    keep: Annotated[Annotated[int, Field(ge=2)] | None, fields.Unit("states")] = None
+    """Newest ones that stay in the store; all when null."""
+
+
 class Storage(fields.Block):
     """Folders of runs."""
 
@@ -302,6 +314,8 @@ class RunSpec(fields.Block):
     """Root key that vouches for all signatures of the run."""
     checkpoints: Annotated[Checkpoints, fields.SITE] = Checkpoints()
     """Full states of the learner."""
+    audit: Annotated[Audit | None, fields.SITE] = None
+    """Full states for strangers who train steps again; null: none is published."""
     storage: Annotated[Storage, fields.SITE] = Storage()
     """Folders of runs."""
     placement: Annotated[Placement, fields.SITE] = Placement()
@@ -335,6 +349,17 @@ class RunSpec(fields.Block):
             raise ValueError("clip bounds of changes are for runs that sample")
         if not penalised and any(change.kl_coef for change in self.changes):
             raise ValueError("`kl_coef` of changes needs an `algorithm.kl.coef` above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _states_can_be_published(self) -> Self:
+        if self.audit is not None:
+            if self.audit.states % (every := self.checkpoints.every):
+                raise ValueError(f"audit.states that are a multiple of {every} were expected")
+            if self.learner.islands is not None:
+                raise ValueError("audit needs a run with one learner: islands are not replayed")
+            if "://" in (self.checkpoints.dir or ""):
+                raise ValueError("audit needs a checkpoints.dir that is a path")
         return self
 
     def at_step(self, step: int) -> RunSpec:

@@ -63,7 +63,7 @@ def test_the_shipped_spec_has_every_figure_as_json(fleet):
     keys = (
         "parameters learner samplers version_bytes follower_bytes joiner_bytes arrivals validators "
         "validator_tokens_per_s timeline steps fill_deadline_s run_s cost assumed unknown "
-        "supervised islands stalled max_hours"
+        "supervised islands stalled max_hours audit_bytes"
     )
     assert set(data) == set(keys.split())
     assert set(data["learner"]) == {"devices", "device_memory", "memory", "flops", "step_s"}
