@@ -140,6 +140,7 @@ class PublishedStates:
             UserError: not fetched in time, or it is no such interval.
         """
         run_dir = self._folder / "runs" / self._run
+        self._client.prune({first, last})
         for number, names in ((first, ("state.tar",)), (last, ("*.tar",))):
             fetched = self._fetch(number, self.history[number].manifest)
             for archive in sorted(path for name in names for path in fetched.glob(name)):
@@ -167,6 +168,7 @@ class PublishedStates:
             update={
                 "identity": spec.identity.model_copy(update={"root_public_key": self._root}),
                 "checkpoints": spec.checkpoints.model_copy(update={"dir": None}),
+                "learner": spec.learner.model_copy(update={"compile_cache": None}),
                 "data": spec.data.model_copy(update={"sources": sources}),
             }
         )
@@ -190,9 +192,7 @@ class PublishedStates:
         path = fetched / SPEC_FILE
         spec = parse_resolved(read_bounded(path, MAX_SPEC_BYTES), place=str(path))
         if spec.name != self._run:
-            raise UserError(
-                f"of run {spec.name!r}", place=str(path), remedy="its publisher's fault"
-            )
+            raise UserError(f"of run {spec.name!r}", place=str(path))
         return spec
 
     def _fetch(self, number: int, digest: str) -> Path:
@@ -217,7 +217,8 @@ def open_states(link: JoinLink, folder: Path) -> PublishedStates:
             remedy="take the run's whole link, http://HOST:PORT/#run=NAME&root=HEX",
         )
     url, urls = f"{link.coordinator}/{roles_name(states_run(run))}", [link.coordinator]
-    answer = fetch_now("GET", url, max_bytes=MAX_ROLES_BYTES, timeout_s=PERSON_S)
+    with reported("does not answer", link.coordinator, "see whether it runs", NoAnswer):
+        answer = fetch_now("GET", url, max_bytes=MAX_ROLES_BYTES, timeout_s=PERSON_S)
     if not answer.is_success:  # it serves no states: the coordinator says who does
         key = SigningKey.generate()  # anybody may ask
         client = CoordinatorClient(

@@ -28,12 +28,7 @@ from tarfile import TarInfo
 from time import monotonic
 from typing import Any
 
-from broadcast.layout import (
-    chunk_name,
-    manifest_name,
-    states_run,
-    stored_versions,
-)
+from broadcast.layout import chunk_name, manifest_name, states_run, stored_versions
 from broadcast.manifest import MAX_BYTES, open_manifest
 from broadcast.store import prune, publish_objects, refresh_latest
 from runspec.core import run_files
@@ -51,6 +46,7 @@ HISTORY_FILE = "published.json"
 POLL_S = 1.0
 AGAIN_S = 30.0
 """Pause after a state that could not be published, for example because the disk was full."""
+_NOT_NOW = (UserError, OSError, BadSignature)
 _READ_BYTES = 4 * 1024 * 1024
 MAX_HISTORY_BYTES = 16 * 1024 * 1024
 _Files = Mapping[str, Path | bytes]
@@ -99,11 +95,7 @@ class StatePublisher:
                 if monotonic() - refreshed >= RESIGN_EVERY_S:
                     refreshed, by = monotonic(), self._options
                     refresh_latest(self._store, run=self._run, key=by["key"], roles=by["roles"])
-            except (
-                UserError,
-                OSError,
-                BadSignature,
-            ) as error:  # policy versions are published all the same
+            except _NOT_NOW as error:  # policy versions are published all the same
                 self._log.warning("a full state is not published: %s", error)
                 pause = AGAIN_S
             stop.wait(pause)

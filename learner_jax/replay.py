@@ -54,7 +54,7 @@ _LINKED = ("keys", "initial", "rollouts")
 
 
 WITHIN = 10.0
-"""Honest updates of unlike programs were up to 2.2 times as far away (docs/audit.md)."""
+"""Honest updates of unlike programs were up to four times as far away (docs/audit.md)."""
 
 Outcome = Literal["equal", "consistent", "refuted"]
 

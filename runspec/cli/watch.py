@@ -45,33 +45,32 @@ def _watch(
     link: JoinLink, key: SigningKey, folder: Path, share: float, stops: StopSignals, *, once: bool
 ) -> int:
     from bridge.fetched_states import open_states, replay_published  # with the learner's packages
-    from verify.formats.documents import Finding, sign_finding
+    from verify.formats.documents import LONGEST_LINE, Finding, sign_finding
 
     chance, seen, code = random.SystemRandom(), set[tuple[int, int]](), 0
     with tempfile.TemporaryDirectory(prefix="watch-") as work, open_states(link, Path(work)) as run:
         while not stops():
             try:
-                new = [each for each in run.look() if each not in seen]
-            except UserError as error:  # a server may be away for a while
+                # Drawn after their end is signed: nobody can know beforehand.
+                for first, last in (each for each in run.look() if each not in seen):
+                    seen.add((first, last))
+                    path = folder / f"{first}-{last}.json"
+                    if stops() or path.exists() or chance.random() >= share:
+                        continue
+                    outcome, line = replay_published(run, first, last)
+                    ends = [run.history[number].manifest for number in (first, last)]
+                    said = (ends, outcome, line[:LONGEST_LINE], share, time.time())
+                    finding = Finding(str(link.run), first, last, *said)
+                    write_atomic(path, sign_finding(finding, key))
+                    say(f"{line}; {path}")
+                    code = max(code, int(outcome == "refuted"))
+            except UserError as error:  # a server may be away for a while, or a state gone
                 if once:
                     raise
                 say(str(error))
-                new = []
-            # Drawn after their end is signed: nobody can know beforehand.
-            for first, last in new:
-                seen.add((first, last))
-                path = folder / f"{first}-{last}.json"
-                if stops() or path.exists() or chance.random() >= share:
-                    continue
-                outcome, line = replay_published(run, first, last)
-                ends = [run.history[number].manifest for number in (first, last)]
-                found = Finding(str(link.run), first, last, ends, outcome, line, share, time.time())
-                write_atomic(path, sign_finding(found, key))
-                say(f"{line}; {path}")
-                code = max(code, int(outcome == "refuted"))
+            until = time.monotonic() + EVERY_S
+            while not (once or stops()) and time.monotonic() < until:
+                time.sleep(_STEP_S)
             if once:
                 break
-            until = time.monotonic() + EVERY_S
-            while not stops() and time.monotonic() < until:
-                time.sleep(_STEP_S)
     return code

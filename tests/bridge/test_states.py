@@ -103,52 +103,44 @@ def replayed(link: str, what: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_a_stranger_with_the_link_alone_trains_an_interval_again(run, origin):
+def test_a_stranger_with_the_link_alone_trains_every_interval_again(run, origin):
     # given a run of four steps, whose full states of versions 0, 2 and 4 are published
     assert published(run) == [0, 2, 4]
     # when somebody has nothing but its link
-    done = replayed(origin(run), "3")
-    # then every bit comes out again, of the state and of published policy versions
-    said = ["steps 2 to 3: equal, every bit of the state after them"]
-    assert (done.stdout.splitlines(), done.returncode) == (said, 0), done.stderr
+    done = replayed(origin(run), "0-4")
+    # then every bit comes out again, of states and of published policy versions
+    said = "steps {}: equal, every bit of the state after them"
+    assert done.stdout.splitlines() == [said.format("0 to 1"), said.format("2 to 3")], done.stderr
+    assert done.returncode == 0
 
 
-def test_a_watcher_signs_what_came_of_the_intervals_that_it_drew(run, origin, tmp_path, capsys):
-    # when a watcher trains all that is there again
+def test_a_watcher_signs_what_came_of_what_it_drew_and_readers_trust_keys(
+    run, origin, tmp_path, monkeypatch, capsys
+):
+    # given a watcher, and what comes of two intervals (how: the test before)
+    came = {2: ("equal", "all"), 4: ("refuted", "NOT \x1b[2J")}
+    monkeypatch.setattr(fetched_states, "replay_published", lambda _, first, last: came[last])
     link, key, out = origin(run), tmp_path / "my.key", tmp_path / "out"
-    options = ["--key", str(key), "--dir", str(out), "--once"]
-    watch = [sys.executable, "-m", "runspec", "watch", link, *options]
-    done = subprocess.run([*watch, "--share", "1"], capture_output=True, text=True, check=False)
+    # when it draws none, nothing is trained; when it draws all, a refutation is its exit code
+    assert watch_command(link, key, share=0.0, folder=out, once=True) == 0 and not out.exists()
+    assert watch_command(link, key, share=1.0, folder=out, once=True) == 1
     # then there is a signed finding of each, which names the two states
-    assert done.returncode == 0, done.stderr
     found, signer = open_finding((out / "2-4.json").read_bytes())
-    assert (found.first, found.last, found.outcome, found.share) == (2, 4, "equal", 1.0)
+    assert (found.first, found.last, found.outcome, found.share) == (2, 4, "refuted", 1.0)
     assert signer == SigningKey.load(key).public_hex
     with seen(link, run, tmp_path / "seen") as known:
         known.look()
         assert found.manifests == [known.history[number].manifest for number in (2, 4)]
-    # and readers tell keys that they trust from others
-    files = [str(path) for path in sorted(out.glob("*.json"))]
-    assert verify(["findings", *files]) == 0
+    # and a reader tells keys that it trusts from others, and prints no control characters
+    files = ["findings", *map(str, sorted(out.glob("*.json")))]
+    assert verify(files) == 0
     assert "0 steps checked by keys that you trust, 4 more" in capsys.readouterr().out
-    assert verify(["findings", *files, "--trust", signer]) == 0
-    assert "4 steps checked by keys that you trust, 0 more" in capsys.readouterr().out
-
-
-def test_a_refutation_ends_watcher_and_reader_with_1(run, origin, tmp_path, monkeypatch):
-    # given an interval that is refuted (how: tests/learner_jax/test_replay.py)
-    monkeypatch.setattr(fetched_states, "replay_published", lambda *_: ("refuted", "NOT \x1b[2J"))
-    key, out = tmp_path / "my.key", tmp_path / "out"
-    assert watch_command(origin(run), key, share=1.0, folder=out, once=True) == 1
-    # then whoever trusts the watcher is told, without its control characters
-    trust = ["--trust", SigningKey.load(key).public_hex]
-    assert verify(["findings", str(out / "2-4.json")]) == 0
-    assert verify(["findings", str(out / "2-4.json"), *trust]) == 1
+    assert verify([*files, "--trust", signer]) == 1
+    said = capsys.readouterr().out
+    assert "4 steps checked by keys that you trust, 0 more" in said and "\x1b" not in said
+    # and what nobody signed is no finding
     (out / "2-4.json").write_bytes(b"{}")
-    assert verify(["findings", str(out / "2-4.json")]) == 2
-    # and what share nobody draws is not trained
-    assert watch_command(origin(run), key, share=0.0, folder=tmp_path / "none", once=True) == 0
-    assert not (tmp_path / "none").exists()
+    assert verify(files) == 2
 
 
 def test_documents_are_published_with_the_states(tmp_path, origin):

@@ -23,6 +23,7 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 
+from broadcast.layout import states_run, stored_versions
 from runspec.core.process import Endpoints, load_endpoints
 from runspec.core.roles import open_roles
 from runspec.core.run_files import step_folder
@@ -62,6 +63,7 @@ CHECKS = {
 OVERRIDES = {
     "steps": STEPS,
     "algorithm.fill.deadline": "1h",
+    "audit": "{states: 10}",
     "evaluations": "[{name: held-out, source: spell_backward, every: 50, problems: 8, samples: 2}]",
     "placement.metrics": "{}",
     "warm_start.stop_answer_probability": 1e-9,
@@ -263,6 +265,9 @@ def test_the_audit_finds_nothing_and_trains_the_last_steps_again(finished: Finis
     assert done.returncode == 0, done.stdout + done.stderr
     *_, last = done.stdout.splitlines()
     assert last.endswith(f"to {STEPS - 1}: equal, every bit of the state after them")
+    # and strangers are given full states, from the first to the last
+    published = stored_versions(finished.run.dir / "store/origin", states_run("whole"))
+    assert published[0] == 0 and published[-1] == STEPS and len(published) == 1 + -(-STEPS // 10)
 
 
 def test_the_first_and_the_last_version_are_evaluated(finished: Finished) -> None:

@@ -237,6 +237,7 @@ def open_evaluation(data: bytes, *, evaluators: frozenset[str] | None) -> Evalua
 
 FINDING_KIND = "finding"
 MAX_FINDING_BYTES = 16 * 1024
+LONGEST_LINE = 2000
 MAX_STEPS = 1_000_000
 """Most steps of one finding."""
 Outcome = Literal["equal", "consistent", "refuted", "failed"]
@@ -255,7 +256,7 @@ class Finding:
     manifests: Annotated[list[Digest], Field(min_length=2, max_length=2)]
     """Digests of the manifests of the two."""
     outcome: Outcome
-    line: Annotated[str, Field(max_length=4000)]
+    line: Annotated[str, Field(max_length=LONGEST_LINE)]
     """What the replay said."""
     share: Annotated[float, Field(ge=0.0, le=1.0)]
     """Of the intervals that the watcher draws."""
