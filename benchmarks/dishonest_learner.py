@@ -36,6 +36,7 @@ import numpy as np
 from learner_jax import checkpoint
 from learner_jax import replay as product
 from learner_jax.compile_cache import keep_compiled
+from learner_jax.leaves import LeafPath, leaf_path
 from learner_jax.recipes import recipe_of
 from learner_jax.train import train
 from runspec.core.run_files import state_folder
@@ -108,13 +109,17 @@ BATCHES: dict[str, Alter] = {
 }
 
 
-def scaled(state: Any, begun: Any, draw: random.Random) -> Any:
+def scaled(state: Any, before: dict[LeafPath, np.ndarray], draw: random.Random) -> Any:
     by = 1 + draw.uniform(1e-3, 1e-1)
-    move = lambda now, then: (then + (now - then) * by).astype(now.dtype)  # noqa: E731
-    return replace(state, params=jax.tree.map(move, state.params, begun.params))
+
+    def move(path: Any, now: Any) -> Any:
+        then = before[leaf_path(path)]
+        return (then + (now - then) * by).astype(now.dtype)
+
+    return replace(state, params=jax.tree.map_with_path(move, state.params))
 
 
-def nudged(state: Any, begun: Any, draw: random.Random) -> Any:
+def nudged(state: Any, before: dict[LeafPath, np.ndarray], draw: random.Random) -> Any:
     """One bit of one weight."""
     leaves, tree = jax.tree.flatten(state.params)
     number = draw.randrange(len(leaves))
@@ -126,7 +131,7 @@ def nudged(state: Any, begun: Any, draw: random.Random) -> Any:
     return replace(state, params=jax.tree.unflatten(tree, leaves))
 
 
-def moments(state: Any, begun: Any, draw: random.Random) -> Any:
+def moments(state: Any, before: dict[LeafPath, np.ndarray], draw: random.Random) -> Any:
     by = 1 + draw.uniform(1e-3, 1e-1)
     bent = lambda leaf: (leaf * by).astype(leaf.dtype) if leaf.ndim else leaf  # noqa: E731
     return replace(state, optimizer=jax.tree.map(bent, state.optimizer))
@@ -180,9 +185,7 @@ def lie_about(run: Run, folder: Path, name: str, draw: random.Random) -> str:
         trained = product._train(run.path, spec, first, last, LOG)
         state = trained.state
         if name in STATES:
-            begun = trained.claimed if not first else None
-            begun = begun or product._train(run.path, run.spec, first - EVERY, first, LOG).state
-            state = STATES[name](state, begun, draw)
+            state = STATES[name](state, trained.before, draw)
     copied = folder / "lie" / "run"
     shutil.copytree(run.path, copied, symlinks=True)
     states = state_folder(copied, run.spec)
