@@ -36,7 +36,7 @@ import numpy as np
 from learner_jax import checkpoint
 from learner_jax import replay as product
 from learner_jax.compile_cache import keep_compiled
-from learner_jax.leaves import LeafPath, leaf_path
+from learner_jax.leaves import leaf_path
 from learner_jax.recipes import recipe_of
 from learner_jax.train import train
 from runspec.core.run_files import state_folder
@@ -109,17 +109,17 @@ BATCHES: dict[str, Alter] = {
 }
 
 
-def scaled(state: Any, before: dict[LeafPath, np.ndarray], draw: random.Random) -> Any:
+def scaled(state: Any, before: dict[str, np.ndarray], draw: random.Random) -> Any:
     by = 1 + draw.uniform(1e-3, 1e-1)
 
     def move(path: Any, now: Any) -> Any:
-        then = before[leaf_path(path)]
+        then = before["/".join(("params", *leaf_path(path)))]
         return (then + (now - then) * by).astype(now.dtype)
 
     return replace(state, params=jax.tree.map_with_path(move, state.params))
 
 
-def nudged(state: Any, before: dict[LeafPath, np.ndarray], draw: random.Random) -> Any:
+def nudged(state: Any, before: dict[str, np.ndarray], draw: random.Random) -> Any:
     """One bit of one weight."""
     leaves, tree = jax.tree.flatten(state.params)
     number = draw.randrange(len(leaves))
@@ -131,7 +131,7 @@ def nudged(state: Any, before: dict[LeafPath, np.ndarray], draw: random.Random) 
     return replace(state, params=jax.tree.unflatten(tree, leaves))
 
 
-def moments(state: Any, before: dict[LeafPath, np.ndarray], draw: random.Random) -> Any:
+def moments(state: Any, before: dict[str, np.ndarray], draw: random.Random) -> Any:
     by = 1 + draw.uniform(1e-3, 1e-1)
     bent = lambda leaf: (leaf * by).astype(leaf.dtype) if leaf.ndim else leaf  # noqa: E731
     return replace(state, optimizer=jax.tree.map(bent, state.optimizer))

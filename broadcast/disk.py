@@ -259,8 +259,7 @@ def _pieces(source: Path | memoryview | Iterator[bytes], size: int) -> Iterator[
             while len(held) >= size:
                 yield bytes(held[:size])
                 del held[:size]
-        if held:
-            yield bytes(held)
+        yield from [bytes(held)] if held else []
         return
     with source.open("rb") as file:
         while data := file.read(size):

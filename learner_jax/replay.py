@@ -8,8 +8,9 @@ state before. Where the program is the one that trained (`versions.fingerprint`)
 state at the end has to come out again, and of each policy version that was published on the way.
 
 Elsewhere sums round otherwise. How far that leads is measured on the same steps: they are trained
-a second time with other microbatches, so that sums are taken in another order. The claimed update
-of each tensor may be `WITHIN` times as far from the replayed one as that took any tensor.
+a second time with other microbatches, so that sums are taken in another order. The change
+that is claimed of a parameter may be `WITHIN` times as far from the replayed one as that took any
+parameter; the same holds of moments and counters.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from broadcast.manifest import MAX_BYTES, open_manifest
 from learner_jax import checkpoint
 from learner_jax.distributed import LearnerRun, Peers
 from learner_jax.full_states import check_run, model_digest, start_at
-from learner_jax.leaves import HostLeaves, LeafPath
+from learner_jax.leaves import HostLeaves
 from learner_jax.recipes import recipe_of
 from learner_jax.step import TrainState
 from learner_jax.train import ProgramsOf, open_run
@@ -149,24 +150,37 @@ def replay(run_dir: Path, first: int, last: int, log: logging.Logger) -> Replaye
     if again.exact:
         differing = [*again.published, *_differing(again.claimed, again.state)]
         slope, far = _compared(again.before, again.claimed, again.state)
-        return Replayed(first, last, True, [], differing, slope, max(far.values()))
+        furthest = max(each for name, each in far.items() if _kind_of(name) == "params")
+        return Replayed(first, last, True, [], differing, slope, furthest)
     log.info(
         "another program trained: once more with other microbatches, to see what rounding does"
     )
     second = _train(run_dir, _other_sums(spec), first, last, log)
     slope, far = _compared(again.before, again.claimed, again.state)
     _, noise = _compared(again.before, second.state, again.state)
-    most = max(noise.values())  # by chance a tensor's own may be tiny
-    differing = ["/".join(path) for path, each in far.items() if each > WITHIN * most]
-    return Replayed(first, last, False, again.why, differing, slope, max(far.values()), most)
+    # By chance a leaf's own noise may be tiny; that of moments is not that of parameters.
+    most = {
+        kind: max(noise[n] for n in noise if _kind_of(n) == kind) for kind in map(_kind_of, noise)
+    }
+    differing = [n for n, each in far.items() if not each <= WITHIN * most[_kind_of(n)]]  # or NaN
+    ours = {n: each for n, each in far.items() if _kind_of(n) == "params"}
+    return Replayed(
+        *(first, last, False, again.why, differing, slope),
+        *(max(ours.values()), most["params"]),
+    )
+
+
+def _kind_of(leaf: str) -> str:
+    """Return the part of a training state that a leaf is in: `params`, `optimizer`, a counter."""
+    return leaf.partition("/")[0]
 
 
 @dataclass(frozen=True)
 class _Trained:
     """Steps that were trained again."""
 
-    before: dict[LeafPath, np.ndarray]
-    """Parameters before the first."""
+    before: dict[str, np.ndarray]
+    """The leaves of the state before the first."""
     state: TrainState
     claimed: TrainState
     """The run's own after the last."""
@@ -200,8 +214,8 @@ def _train(run_dir: Path, spec: RunSpec, first: int, last: int, log: logging.Log
             if info is not None:
                 check_run(info, spec, digest, recipe.corpus, states)
         start = start_at(run, programs, states, begun, digest, recipe.corpus)
-        state, leaves = start.state, HostLeaves(start.state.params)
-        before = {path: np.array(leaves[path]) for path in leaves}
+        state = start.state
+        before = {name: np.array(leaf) for name, leaf in _leaves(state).items()}
         programs_of, trained, published = ProgramsOf(run, programs), None, list[str]()
         lines = run.folder / "checkpoints" / run_files.FINGERPRINTS_FILE
         made_on = MadeOn(lines, run.fingerprint, run.peers)
@@ -261,28 +275,38 @@ def _other_tensors(
     return [f"{name} of version {manifest.version}" for name in wrong]
 
 
-def _differing(claimed: Any, replayed: Any) -> list[str]:
+def _leaves(state: TrainState) -> dict[str, Any]:
+    """Return the leaves of a training state by name: parameters, moments, counters."""
+    found = jax.tree.leaves_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in found}
+
+
+def _differing(claimed: TrainState, replayed: TrainState) -> list[str]:
     """Return the names of the leaves of two training states that are not equal, bit for bit."""
-    ours = jax.tree.leaves(replayed)
+    ours = _leaves(replayed)
     return [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for (path, leaf), other in zip(jax.tree.leaves_with_path(claimed), ours, strict=True)
-        if np.asarray(leaf).tobytes() != np.asarray(other).tobytes()
+        name
+        for name, leaf in _leaves(claimed).items()
+        if np.asarray(leaf).tobytes() != np.asarray(ours[name]).tobytes()
     ]
 
 
 def _compared(
-    before: dict[LeafPath, np.ndarray], claimed: TrainState, replayed: TrainState
-) -> tuple[float, dict[LeafPath, float]]:
-    """Return the slope of the whole update, and how far each tensor's is from the replayed one."""
-    claims, replays, far = HostLeaves(claimed.params), HostLeaves(replayed.params), {}
+    before: dict[str, np.ndarray], claimed: TrainState, replayed: TrainState
+) -> tuple[float, dict[str, float]]:
+    """Return the slope of the parameters' update, and how far each leaf's change is from the
+    replayed one."""
+    claims, replays, far = _leaves(claimed), _leaves(replayed), dict[str, float]()
     inner = whole = 0.0
-    for path, at in before.items():
-        then, now = ((each[path] - at).astype(np.float64).ravel() for each in (claims, replays))
-        square = float(now @ now)
-        inner, whole = inner + float(then @ now), whole + square
-        apart = float(np.linalg.norm(then - now))
-        far[path] = apart / square**0.5 if square else (0.0 if apart == 0.0 else math.inf)
+    for name, at in before.items():
+        started = at.astype(np.float64).ravel()
+        then, now = (
+            np.asarray(each[name], np.float64).ravel() - started for each in (claims, replays)
+        )
+        square, apart = float(now @ now), float(np.linalg.norm(then - now))
+        far[name] = apart / square**0.5 if square else (0.0 if apart == 0.0 else math.inf)
+        if _kind_of(name) == "params":
+            inner, whole = inner + float(then @ now), whole + square
     return inner / whole if whole else 1.0, far
 
 

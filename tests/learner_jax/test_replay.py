@@ -149,7 +149,16 @@ def test_another_program_has_to_be_as_near_as_rounding_is(
     # when one tensor of the state is altered a little, it is found all the same
     alter_state(run, 4, lambda state: replace(state, params=nudged(state.params)))
     found = replay(run.path, 2, 4, LOG)
-    assert (found.differing, found.outcome) == (["embed"], "refuted")
+    assert (found.differing, found.outcome) == (["params/embed"], "refuted")
+    # and altered moments, which would bend the next steps, and what is no number
+    for name, change in {"optimizer": ALTERED["moments"], "params": not_a_number}.items():
+        alter_state(run, 4, change)
+        found = replay(run.path, 2, 4, LOG)
+        assert found.outcome == "refuted" and any(n.startswith(name) for n in found.differing)
+
+
+def not_a_number(state: TrainState) -> TrainState:
+    return replace(state, params=scaled(state.params, float("nan")))
 
 
 def nudged(params: Any) -> Any:
