@@ -32,7 +32,7 @@ from runspec.core.signed import BadSignature, SigningKey
 from verify import PERSON_S
 from verify.audit.replay import choose, replay
 from verify.client import CoordinatorClient
-from verify.formats.documents import Outcome
+from verify.formats.findings import Outcome
 
 FETCH_S = 6 * 3600.0
 """Deadline of a fetch: a full state may have hundreds of gigabytes."""

@@ -12,16 +12,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from runspec.core.address import parse_join_link
+from runspec.core.address import is_server_url, parse_join_link
 from runspec.core.canonical import is_digest
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, reported
 from runspec.core.files import atomic_file, read_bounded
+from runspec.core.http_client import NoAnswer, fetch_now
 from runspec.core.process import EXIT_INTERNAL
 from runspec.core.signed import BadSignature
+from verify import PERSON_S
 from verify.audit import audit
 from verify.audit.replay import replay
-from verify.formats import submission, verdict
-from verify.formats.documents import MAX_FINDING_BYTES, MAX_STEPS, open_finding
+from verify.formats import findings, submission, verdict
 from verify.formats.tables import DTYPES, Column, MalformedTable, Schema
 from verify.plugins import replay_link
 
@@ -133,7 +134,9 @@ def _audit_link(options: argparse.Namespace) -> int:
 def add_findings_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `findings` to the commands of `python -m verify`."""
     parser = commands.add_parser("findings", help="read what watchers found; exit 1: a refutation")
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="of `runspec watch`")
+    parser.add_argument(
+        "places", nargs="+", metavar="FILE|URL", help="of `runspec watch`; or who serves a list"
+    )
     parser.add_argument(
         "--trust",
         type=public_key,
@@ -146,21 +149,30 @@ def add_findings_command(commands: argparse._SubParsersAction[argparse.ArgumentP
 
 
 def _findings(options: argparse.Namespace) -> int:
-    code, steps = CLEAN, {"checked": set[int](), "reported": set[int]()}
-    for path in options.files:
-        try:
-            found, key = open_finding(read_bounded(path, MAX_FINDING_BYTES))
-        except (OSError, BadSignature) as error:
-            raise UserError(f"no finding: {error}", place=str(path)) from error
+    code, found = CLEAN, [each for place in options.places for each in _found_at(place)]
+    for finding, key in found:
         word = "checked" if key in options.trust else "reported"
-        steps[word] |= set(range(found.first, min(found.last, found.first + MAX_STEPS)))
-        line = "".join(c if c.isprintable() else "?" for c in found.line)
-        say(f"{word} by {key[:16]}: run {found.run[:64]!r}, {found.outcome}: {line}")
-        if word == "checked" and found.outcome == "refuted":
+        line = "".join(c if c.isprintable() else "?" for c in finding.line)
+        say(f"{word} by {key[:16]}: run {finding.run[:64]!r}, {finding.outcome}: {line}")
+        if word == "checked" and finding.outcome == "refuted":
             code = FINDINGS
-    checked, reported = len(steps["checked"]), len(steps["reported"] - steps["checked"])
-    say(f"{checked} steps checked by keys that you trust, {reported} more reported by others")
+    say(findings.weigh(found, options.trust)[-1])
     return code
+
+
+def _found_at(place: str) -> list[findings.Signed]:
+    with reported(
+        "no finding",
+        place,
+        "name what `runspec watch` wrote or serves",
+        OSError,
+        BadSignature,
+        NoAnswer,
+    ):
+        if not is_server_url(place):
+            return [findings.open_finding(read_bounded(Path(place), findings.MAX_BYTES))]
+        url, most = place.rstrip("/") + findings.LIST_PATH, findings.MAX_LIST_BYTES
+        return findings.open_list(fetch_now("GET", url, max_bytes=most, timeout_s=PERSON_S).content)
 
 
 def public_key(text: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from runspec import cli
-from runspec.core.address import is_server_url
+from runspec.core.address import is_server_url, parse_address
 from runspec.core.errors import UserError, duration, number
 from runspec.core.files import write_atomic
 from runspec.core.run_files import STATE_FILE, evaluation_files
@@ -134,6 +134,9 @@ def dashboard_command(
     key: Annotated[
         Path | None, typer.Option("--key", help="The coordinator's key, for a URL.")
     ] = None,
+    trust: Annotated[
+        list[str] | None, typer.Option("--trust", help="Key of a watcher whom you believe.")
+    ] = None,
     browse: Annotated[bool, typer.Option("--open", help="Opens it in a browser.")] = False,
     runs_dir: cli.RunsDir = cli.RUNS,
 ) -> int:
@@ -151,12 +154,8 @@ def dashboard_command(
         raise UserError(
             f"{len(runs)} runs, a page shows {_MAX_RUNS}", place="dashboard", remedy="name fewer"
         )
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise UserError(
-            f"{listen[:100]!r} is no address", place="--listen", remedy="write 127.0.0.1:8080"
-        )
-    views = [PageData(_source(run, key, runs_dir)) for run in runs]
+    host, port = parse_address(listen)
+    views = [PageData(_source(run, key, runs_dir), trust or ()) for run in runs]
     if export is not None:
         for view in views:
             view.refresh(read_s=float("inf"))
@@ -171,7 +170,7 @@ def dashboard_command(
         if browse:
             webbrowser.open(url)
 
-    asyncio.run(serve(views, host.strip("[]"), int(port), tell))
+    asyncio.run(serve(views, host, port, tell))
     return 0
 
 

@@ -354,6 +354,7 @@ def _doomed(run_dir: Path, spec: RunSpec, version: int, *, anew: bool) -> Iterat
     # Byte counts of what was served (served.json) stay, for the summary.
     for run in (spec.name, states_run(spec.name)):
         yield from sorted((run_dir / "store").glob(f"*/{run}"))
+    yield run_dir / run_files.FINDINGS_NAME  # they name states that are removed
     yield run_dir / "checkpoints" / "versions"
     yield from _work(run_dir, anew=anew)
     yield run_dir / "keys"

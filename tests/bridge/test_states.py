@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import subprocess
 import sys
 import tarfile
@@ -36,7 +37,7 @@ from tests.learner_jax.conftest import Run, tiny_spec
 from tests.learner_jax.test_runner import ready_run
 from tests.waiting import eventually
 from verify.__main__ import main as verify
-from verify.formats.documents import open_finding
+from verify.formats.findings import open_finding
 
 pytestmark = pytest.mark.slow
 LOG = logging.getLogger("test")
@@ -119,11 +120,23 @@ def test_a_watcher_signs_what_came_of_what_it_drew_and_readers_trust_keys(
 ):
     # given a watcher, and what comes of two intervals (how: the test before)
     came = {2: ("equal", "all"), 4: ("refuted", "NOT \x1b[2J")}
-    monkeypatch.setattr(fetched_states, "replay_published", lambda _, first, last: came[last])
+    served = []
+
+    def replayed(_: PublishedStates, __: int, last: int) -> tuple[str, str]:
+        if at := re.search(r"findings at (\S+)/v1/findings", capsys.readouterr().out):
+            served.append(f"http://{at[1]}")
+        assert not served or verify(["findings", *served]) == 0
+        return came[last]
+
+    monkeypatch.setattr(fetched_states, "replay_published", replayed)
     link, key, out = origin(run), tmp_path / "my.key", tmp_path / "out"
     # when it draws none, nothing is trained; when it draws all, a refutation is its exit code
     assert watch_command(link, key, share=0.0, folder=out, once=True) == 0 and not out.exists()
-    assert watch_command(link, key, share=1.0, folder=out, once=True) == 1
+    drawn = {"share": 1.0, "folder": out, "once": True, "serve": "127.0.0.1:0"}
+    assert watch_command(link, key, **drawn) == 1
+    # then it served the first while it trained the second, and says that nobody takes them
+    said = capsys.readouterr().out
+    assert served and ", equal: all" in said and "2 findings lie here alone" in said
     # then there is a signed finding of each, which names the two states
     found, signer = open_finding((out / "2-4.json").read_bytes())
     assert (found.first, found.last, found.outcome, found.share) == (2, 4, "refuted", 1.0)

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 from broadcast.layout import states_run, stored_versions
+from runspec.core.files import write_atomic
 from runspec.core.process import Endpoints, load_endpoints
 from runspec.core.roles import open_roles
 from runspec.core.run_files import step_folder
@@ -38,6 +39,7 @@ from tests.runspec.local.dashboard.made_run import report
 from tests.volunteer import JOIN
 from tests.waiting import eventually
 from verify.formats.batch import FILE_NAME, open_batch
+from verify.formats.findings import Finding, sign_finding
 from verify.formats.verdict import RolloutVerdict, decode_verdicts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preload_server")]
@@ -143,6 +145,18 @@ def volunteer_works_and_leaves(run: LiveRun, home: Path) -> None:
     eventually(lambda: not any(map(alive, below)), "no process of its is left")
 
 
+def watcher_says(run: LiveRun, home: Path) -> str:
+    """A watcher draws no interval, and hands over what it found before; returns its key."""
+    key = SigningKey.generate()
+    key.save(home / "watcher.key")
+    found = Finding("whole", 0, 1, ["0" * 64] * 2, "equal", "all", share=0.5, finished=1.0)
+    write_atomic(home / "found" / "0-1.json", sign_finding(found, key))
+    words = [run.status()["join"], "--key", home / "watcher.key", "--dir", home / "found"]
+    command = [sys.executable, "-m", "runspec", "watch", *map(str, words), "--share", "0", "--once"]
+    subprocess.run(command, check=True)
+    return key.public_hex
+
+
 def kill(run: LiveRun, name: str) -> None:
     """Kills a role, and waits until the supervisor has started another."""
     pid = lambda: run.pids()[name]  # noqa: E731
@@ -152,10 +166,10 @@ def kill(run: LiveRun, name: str) -> None:
 
 
 class Finished:
-    """The run after its end, and the public key of each cheat."""
+    """The run after its end, the public key of each cheat, and that of a watcher."""
 
-    def __init__(self, run: LiveRun, cheats: dict[str, str]) -> None:
-        self.run, self.cheats = run, cheats
+    def __init__(self, run: LiveRun, cheats: dict[str, str], watcher: str) -> None:
+        self.run, self.cheats, self.watcher = run, cheats, watcher
         self.summary = json.loads((run.dir / "summary.json").read_text())
 
 
@@ -192,6 +206,7 @@ def finished(runs_dir: Path) -> Finished:
             # and a volunteer joins, while the learner stands still, so that the run cannot end
             with standing_still(run.pids()["learner"]):
                 volunteer_works_and_leaves(run, runs_dir / "volunteer")
+                watcher = watcher_says(run, runs_dir / "watcher")
         # and each role is killed; the learner stands still until it is the last
         with standing_still(run.pids()["learner"]):
             for name in sorted(names - {"learner"}):
@@ -199,7 +214,7 @@ def finished(runs_dir: Path) -> Finished:
         kill(run, "learner")
         # then the run reaches its last step all the same
         run.finish()
-    return Finished(run, {mode: key for mode, (key, _) in cheats.items()})
+    return Finished(run, {mode: key for mode, (key, _) in cheats.items()}, watcher)
 
 
 def test_every_step_is_trained_once_and_in_order(finished: Finished) -> None:
@@ -287,6 +302,8 @@ def test_the_newest_version_is_published_and_the_report_written(finished: Finish
     assert {"Evaluations", "Learning", "Policy and loss", "Time"} <= page["figures"].keys()
     [shown] = page["head"]["evaluations"]
     assert (shown["name"], shown["newest"]) == ("held-out", STEPS)
+    by = f"reported by {finished.watcher[:16]}"
+    assert page["head"]["findings"]["rows"] == [["0 to 0", "equal", by]]
     assert "Alive" not in [condition for condition, *_ in page["head"]["conditions"]]
     # and every rollout of the newest steps is in it, with what became of it, and its text
     rows, details = page["rollouts"]["rows"], page["details"]

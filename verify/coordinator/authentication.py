@@ -88,6 +88,7 @@ RATES = {
     ("key", "release"): Rate(1.0, 10),
     ("key", "registration"): Rate(1.0, 10),
     ("key", "relay"): Rate(1.0, 10),
+    ("key", "finding"): Rate(1.0, 10),
     ("address", "registration"): Rate(0.2, 64),
     ("all", "registration"): Rate(10.0, 1000),
     ("address", "new key"): Rate(256 / _DAY_S, 256),

@@ -35,6 +35,7 @@ from runspec.core.schema.role_names import island_names, worker_names
 from runspec.core.signed import BadSignature, SigningKey
 from verify.coordinator.authentication import Authentication, Connections, Limiter, networks
 from verify.coordinator.handlers import Backlog, Handler, RunContext
+from verify.coordinator.handlers.findings import Findings
 from verify.coordinator.handlers.islands import Islands
 from verify.coordinator.handlers.judging import Judging
 from verify.coordinator.handlers.leasing import Leasing
@@ -105,6 +106,7 @@ async def serve(
             *Status(run, relays).routes(),
             *relays.routes(),
             *Evaluations(run).routes(),
+            *Findings(run, limiter).routes(),
             *Operator(run).routes(),
             *Judging(run).routes(),
             *Registering(run, mine, limiter).routes(),

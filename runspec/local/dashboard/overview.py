@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
@@ -25,6 +25,7 @@ from runspec.local.metrics import (
 )
 from runspec.local.state import EventRow
 from verify.formats.documents import Evaluated
+from verify.formats.findings import Signed, weigh
 
 LIVE = ("starting", "running")
 """States of a run whose processes work."""
@@ -32,7 +33,7 @@ POINTS = 60
 """Most points of a tile's small curve; each is a mean of neighbours."""
 MOST_REJECTED = 0.1
 """Share of rejected rollouts from which a tile is red."""
-MOST_EVENTS, MOST_ROUTINE = 10, 30
+MOST_EVENTS, MOST_ROUTINE, MOST_FINDINGS = 10, 30, 20
 _ROUTINE = re.compile(r"starting\b|running$|ended with exit code 0\b")
 _RESULT = re.compile(r"\S+ of version \d+: [^,]*")
 _GRPO = {
@@ -172,6 +173,21 @@ def evaluation_tables(results: Sequence[Evaluated]) -> list[dict[str, Any]]:
         versions = {"first": first.version, "newest": last.version}
         found.append({"name": name, **versions, "faults": last.faults, "rows": rows})
     return found
+
+
+def findings_shown(found: Sequence[Signed], trusted: Collection[str]) -> dict[str, Any]:
+    """Return how much of a run watchers trained again, in words, and their findings: the refuted
+    and the newest ones first."""
+    order = sorted(found, key=lambda each: (each[0].outcome != "refuted", -each[0].finished))
+    rows = [
+        [
+            f"{each.first} to {each.last - 1}",
+            each.outcome,
+            f"{'checked' if key in trusted else 'reported'} by {key[:16]}",
+        ]
+        for each, key in order[:MOST_FINDINGS]
+    ]
+    return {"words": weigh(found, trusted)[-1] if found else "", "rows": rows}
 
 
 def standing(head: Mapping[str, Any], rows: Sequence[Row], steps: int, work: str) -> str:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import resources
 from statistics import fmean
 from string import Template
@@ -22,6 +22,7 @@ from runspec.core.schema.training import TrainingChange
 from runspec.local.dashboard.overview import (
     evaluation_tables,
     facts,
+    findings_shown,
     parted,
     plain_tile,
     standing,
@@ -161,10 +162,11 @@ class PageData:
 
     Args:
         source: of the run.
+        trusted: keys of watchers whose findings whoever reads the page believes.
     """
 
-    def __init__(self, source: Source) -> None:
-        self.source, self.name = source, source.spec.name
+    def __init__(self, source: Source, trusted: Collection[str] = ()) -> None:
+        self.source, self.name, self._trusted = source, source.spec.name, trusted
         self.rollouts = Rollouts(source)
         self._timeline, self._seq = Timeline(), 0
         self._sections = dict.fromkeys(SECTIONS, (0, "null"))
@@ -206,6 +208,7 @@ class PageData:
             "ends": end_figures(summary) if summary else [],
             "facts": facts(summary) if summary else [],
             "evaluations": evaluation_tables(results),
+            "findings": findings_shown(self.source.findings(), self._trusted),
             "busy": {
                 of: mean(rows[-ENDS:], f"{of}_busy_fraction") for of in ("learner", "sampler")
             },

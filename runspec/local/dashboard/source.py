@@ -18,7 +18,7 @@ from broadcast.layout import stored_versions
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import reported
 from runspec.core.files import read_bounded
-from runspec.core.run_files import METRICS_FILE, initial_model, submission_files
+from runspec.core.run_files import FINDINGS_NAME, METRICS_FILE, initial_model, submission_files
 from runspec.core.schema import RunSpec
 from runspec.core.schema.load import load_resolved
 from runspec.core.signed import BadSignature, SigningKey
@@ -33,6 +33,7 @@ from verify.coordinator.ledger import BadRow, LedgerSnapshot, damaged, decode_ev
 from verify.coordinator.ledger.store import NoLedger
 from verify.coordinator.machine.events import Event
 from verify.coordinator_http import CoordinatorHttp, SubmissionRefused
+from verify.formats import findings
 from verify.formats.documents import (
     MAX_PIECE_BYTES,
     MAX_ROW_BYTES,
@@ -67,6 +68,9 @@ class Source(Protocol):
     def evaluations(self) -> list[Evaluated]:
         """Return the results of evaluations, as `results_of` does."""
 
+    def findings(self) -> list[findings.Signed]:
+        """Return what watchers say of steps that they trained again."""
+
     def events(self, after: int) -> Iterator[tuple[int, Event]]:
         """Yield the ledger's events later than the `after`-th, each with its number."""
 
@@ -98,6 +102,8 @@ class FolderSource:
         self._run_dir = run_dir
         self._rows: tuple[tuple[int, int], list[dict[str, Any]]] = ((-1, 0), [])
         """Time and size of metrics.jsonl, and its rows."""
+        self._findings: tuple[int, list[findings.Signed]] = (0, [])
+        """Time of the folder, and what is in it."""
         self._workers: tuple[int, dict[str, Any]] = (-1, {})
         """Number of trained steps, and the workers by the ledger then."""
 
@@ -111,6 +117,16 @@ class FolderSource:
 
     def evaluations(self) -> list[Evaluated]:
         return results_of(self._run_dir, self.rows())
+
+    def findings(self) -> list[findings.Signed]:
+        folder = self._run_dir / FINDINGS_NAME
+        seen = folder.stat().st_mtime_ns if folder.exists() else 0
+        if self._findings[0] != seen:
+            remedy = "delete it: its watcher has it, too"
+            with reported("cannot be read", folder, remedy, OSError, BadSignature):
+                stored = findings.stored_findings(folder).values()
+                self._findings = seen, [*map(findings.open_finding, stored)]
+        return self._findings[1]
 
     def events(self, after: int) -> Iterator[tuple[int, Event]]:
         try:
@@ -223,6 +239,12 @@ class CoordinatorSource:
         shown = self._object("/v1/evaluations", MAX_LIST_BYTES)["evaluations"]
         found = [self._evaluated(each) for each in shown]
         return sorted(found, key=lambda each: (each.evaluation, each.version))
+
+    def findings(self) -> list[findings.Signed]:
+        try:
+            return findings.open_list(self._get(findings.LIST_PATH, findings.MAX_LIST_BYTES))
+        except BadSignature as error:
+            raise self._http.not_believed(error) from error
 
     def _evaluated(self, each: dict[str, Any]) -> Evaluated:
         figures = {name: Figure(*figure) for name, figure in each["figures"].items()}

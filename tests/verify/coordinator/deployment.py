@@ -55,7 +55,7 @@ def tiny_spec(*, lease_timeout: str = "60s", steps: int = 3, **changes: Any) -> 
         "verify": {"lease_timeout": lease_timeout},
     }
     for name, change in changes.items():
-        values[name] = values[name] | change if isinstance(change, dict) else change
+        values[name] = values.get(name, {}) | change if isinstance(change, dict) else change
     return RunSpec.model_validate(values)
 
 

@@ -69,6 +69,8 @@ class Overview {
       panel("Roles", this.tree(head, live)),
       ...(head.ends.length ? [panel("Figures", table(["", "first 10 steps", "last 10 steps"], head.ends.map(([name, ...ends]) => [name, ...ends.map((x) => number(x))]), [1, 2]),
         table(["", "whole run"], head.facts, [1]))] : []),
+      ...(head.findings.words ? [panel("Trained again by watchers", el("p", {}, `${head.findings.words}.`),
+        table(["steps", "", ""], head.findings.rows.map(([steps, outcome, ...by]) => [steps, el("span", { className: outcome === "refuted" ? "bad" : "" }, outcome), ...by])))] : []),
       ...(head.events.length + head.routine.length ? [el("div", { className: "panel events" }, el("h2", {}, "Events"),
         head.events.length ? lines(head.events) : el("p", {}, "None but starts and ends."),
         ...(head.routine.length ? [el("details", { open }, el("summary", {}, `${head.routine.length} starts and ends`), lines(head.routine))] : []))] : []));

@@ -15,6 +15,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
 from runspec.core.run_files import initial_model
 from runspec.core.schema import Hardware
 from runspec.core.signed import SigningKey
@@ -35,6 +36,7 @@ from tests.runspec.local.fake_run import ZERO, small_spec
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from tests.verify.coordinator.over_http import check, sample
 from verify.coordinator.machine.events import RolledBack
+from verify.formats.findings import Finding, sign_finding
 
 AT = {name: i for i, name in enumerate(FIELDS)}
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=y>&amp;"
@@ -66,8 +68,8 @@ def read(run: MadeRun, most: int = 1000) -> Rollouts:
     return found
 
 
-def view_of(source: Source) -> PageData:
-    view = PageData(source)
+def view_of(source: Source, *trusted: str) -> PageData:
+    view = PageData(source, trusted)
     view.refresh(60.0)
     assert view.trouble == ""
     return view
@@ -289,6 +291,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     bytes_tokenizer().save(str(folder / "tokenizer.json"))
     lines = [json.dumps(metrics_row(step)) + "\n" for step in range(2)]
     (site.run_dir / "metrics.jsonl").write_text("".join(lines))
+    found = Finding(site.run, 0, 1, ["0" * 64] * 2, "refuted", "NOT", share=0.5, finished=1.0)
+    write_atomic(site.run_dir / "findings" / "0.json", sign_finding(found, site.root))
     with site.origin(), site.serving():
         key, worker = site.worker()
         validator = site.client(site.validator)
@@ -301,7 +305,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 def test_a_page_elsewhere_shows_what_the_run_directory_does(site: Site) -> None:
     # when a page reads over HTTP with the coordinator's key
-    remote = view_of(CoordinatorSource(site.url, site.coordinator))
+    watcher = site.root.public_hex
+    remote = view_of(CoordinatorSource(site.url, site.coordinator), watcher)
     local = view_of(FolderSource(site.run_dir))
     there, here = answer(remote), answer(local)
     # then rollouts, curves and timeline are the same
@@ -310,6 +315,11 @@ def test_a_page_elsewhere_shows_what_the_run_directory_does(site: Site) -> None:
         assert there[section] == here[section]
     assert remote.rollouts.detail(0) == local.rollouts.detail(0)
     head = there["head"]
+    # and whose findings count is the reader's to say
+    words = "{} steps checked by keys that you trust, {} more reported by others"
+    rows = [[["0 to 0", "refuted", f"{how} by {watcher[:16]}"]] for how in ("checked", "reported")]
+    assert head["findings"] == {"words": words.format(1, 0), "rows": rows[0]}
+    assert here["head"]["findings"] == {"words": words.format(0, 1), "rows": rows[1]}
     assert (head["state"], head["step"], head["published"]) == ("running", 2, 0)
     # and what comes later, too, also where the learner trains a step again
     (site.run_dir / "metrics.jsonl").write_text(json.dumps(metrics_row(0)) + "\n")
