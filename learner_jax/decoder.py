@@ -19,8 +19,9 @@ from flax import nnx
 from jax import nn
 from jaxtyping import Array, Float, Int
 
-from learner_jax.attention import Rows, attend_in_rows, from_zigzag, packed_attention, to_zigzag
+from learner_jax.attention import attend_shared, from_zigzag, packed_attention, to_zigzag
 from learner_jax.model import Linear, RMSNorm, param, scan_layers, stacked
+from learner_jax.packing import Rows, Spans
 from learner_jax.sharding import Execution, constrain, wide_dtype, widen
 from runspec.core.models import Linear as LinearScaling
 from runspec.core.models import Llama3, ModelConfig, Yarn
@@ -141,17 +142,17 @@ class Attention(nnx.Module):
         segment_ids: Int[Array, "B T"],
         turn: Rotation,
         execution: Execution,
-        rows: Rows | None,
+        shared: Rows | Spans | None,
     ) -> Float[Array, "B T D"]:
         mesh = execution.mesh
         q, k = self.q(x, mesh), self.k(x, mesh)  # [B, T, H, h], [B, T, K, h]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = rotate(q, turn), rotate(k, turn), self.v(x, mesh)
-        if rows is None:
+        if shared is None:
             mixed = packed_attention(q, k, v, segment_ids, execution)
         else:
-            mixed = attend_in_rows(q, k, v, segment_ids, rows, execution)
+            mixed = attend_shared(q, k, v, shared, execution)
         return self.o(mixed, mesh)
 
 
@@ -186,10 +187,10 @@ class DecoderLayer(nnx.Module):
         segment_ids: Int[Array, "B T"],
         turn: Rotation,
         execution: Execution,
-        rows: Rows | None,
+        shared: Rows | Spans | None,
     ) -> Float[Array, "B T D"]:
         mesh = execution.mesh
-        x = x + self.attention(self.attn_norm(x), segment_ids, turn, execution, rows)
+        x = x + self.attention(self.attn_norm(x), segment_ids, turn, execution, shared)
         x = constrain(x, mesh, "batch", "sequence", None)
         x = x + self.mlp(self.mlp_norm(x), execution)
         return constrain(x, mesh, "batch", "sequence", None)
@@ -216,7 +217,7 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         execution: Execution,
-        rows: Rows | None = None,
+        shared: Rows | Spans | None = None,
     ) -> Float[Array, "B T D"]:
         """See `model.Policy`."""
         mesh = execution.mesh
@@ -229,7 +230,7 @@ class Decoder(nnx.Module):
         turn = rotation(positions, self.config)
         x = scan_layers(
             self.layers,
-            lambda layer, x: layer(x, segment_ids, turn, execution, rows),
+            lambda layer, x: layer(x, segment_ids, turn, execution, shared),
             x,
             execution,
         )

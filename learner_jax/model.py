@@ -37,8 +37,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from learner_jax.attention import Rows
 from learner_jax.attention.xla import SAVED
+from learner_jax.packing import Rows, Spans
 from learner_jax.sharding import Execution, widen
 from runspec.core import schema
 from runspec.core.models import ModelConfig
@@ -246,18 +246,18 @@ class Policy(Protocol):
         segment_ids: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         execution: Execution,
-        rows: Rows | None = None,
+        shared: Rows | Spans | None = None,
         /,
     ) -> Float[Array, "B T D"]:
         """Hidden states after the last norm, from which `head_weight` makes logits.
 
         Args:
             tokens: ids in [0, V).
-            segment_ids: 1, 2, ... for the samples of a row, 0 for padding.
+            segment_ids: 1, 2, ... for the samples of a row, 0 for padding; read by attention where
+                nothing is shared.
             positions: of each token in its own sample, from 0.
             execution: kernels, types and mesh.
-            rows: where the tokens stand for attention, with `segment_ids` of those rows; None where
-                they are packed in rows themselves.
+            shared: what each token sees where samples share prompts.
 
         Returns:
             [B, T, D] in `execution.compute_dtype`. Padding positions hold finite values that mean

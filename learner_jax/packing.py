@@ -24,8 +24,47 @@ Data = Any
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Rows:
+    """Where the U positions of each of B shards stand in the R packed rows of that shard: i32."""
+
+    segment_ids: Data
+    """[B R, T]: 1, 2, ... for the samples of a row, 0 for padding."""
+    sources: Data
+    """[B R, T]: which of its shard's positions stands in each column; any in padding."""
+    places: Data
+    """[B, U]: row * T + column of one place, of those rows, where the position stands."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Spans:
+    """What each of the U positions of B shards sees, up to itself: i32 [B, U]."""
+
+    starts: Data
+    """The first position of its prompt or, for an output, of that; U at padding."""
+    prompt_starts: Data
+    prompt_stops: Data
+    """The positions of an output's prompt, [start, stop); 0 and 0 for those of a prompt."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SharedPrompts:
+    """How samples share the positions of their prompt (`learner_jax.shared_prompts`)."""
+
+    seen: Rows | Spans
+    predicts: Data
+    """i32 [B, U]: the position that predicts each target."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class TokenBatch:
-    """Rows of packed samples, int32 [B, T] each; [M, B, T] for all microbatches of an update."""
+    """Rows of packed samples, int32 [B, T] each; [M, B, T] for all microbatches of an update.
+
+    Where prompts are shared, B is the shards and T the positions U of each. Targets and segment ids
+    are then in an order of their own, with up to U targets.
+    """
 
     tokens: Data
     targets: Data
@@ -34,6 +73,8 @@ class TokenBatch:
     """1, 2, ... for the samples of a row, 0 for padding."""
     positions: Data
     """Position of each token in its sample, from 0."""
+    shared: Data = None
+    """`SharedPrompts`; None where every sample has a prompt of its own."""
 
 
 @jax.tree_util.register_dataclass
@@ -65,6 +106,11 @@ class Sample:
     def __len__(self) -> int:
         return len(self.prompt) + len(self.output)
 
+    @property
+    def targets(self) -> int:
+        """m."""
+        return len(self.output) if self.own is None else int(np.count_nonzero(self.own))
+
 
 class Placement(NamedTuple):
     """Where one sample's output is predicted: [start, stop) of a row, n positions."""
@@ -95,6 +141,8 @@ class Packed:
     """Those that hold samples; the rest of M is padding."""
     placements: tuple[Placement, ...]
     """In the order of the samples."""
+    used: int
+    """Positions that are no padding."""
 
     def token_batch(self, index: int) -> TokenBatch:
         """Microbatch `index`, numpy int32 [rows, tokens] each."""
@@ -152,19 +200,8 @@ def pack(
     Raises:
         UserError: a sample is longer than a row, or there are too many for M microbatches.
     """
-    if not samples:
-        raise ValueError("no samples to pack")
+    lengths = require_room(samples, tokens)
     prompts = np.array([len(sample.prompt) for sample in samples])
-    outputs = np.array([len(sample.output) for sample in samples])
-    if not (prompts.all() and outputs.all()):
-        raise ValueError("a sample needs a prompt token and an output token")
-    lengths = prompts + outputs
-    if lengths.max() > tokens:
-        raise UserError(
-            f"a sample has {lengths.max()} tokens, a packed row {tokens}",
-            place="learner.packing.tokens",
-            remedy=f"raise it to at least {lengths.max()}; samples are never cut",
-        )
     order = np.argsort(-lengths, kind="stable")
     row_of = np.empty_like(order)
     row_of[order] = first_fit(lengths[order].tolist(), tokens)
@@ -179,10 +216,30 @@ def pack(
         )
     begin, batch = _laid_out(samples, order, row_of, (microbatches or needed, rows, tokens))
     start = begin + prompts - 1
-    columns = (row_of // rows, row_of % rows, start, start + outputs)
+    columns = (row_of // rows, row_of % rows, start, begin + lengths - 1)
     own = [sample.own for sample in samples]
     placements = tuple(map(Placement, *(column.tolist() for column in columns), own))
-    return Packed(batch, needed, placements)
+    return Packed(batch, needed, placements, int(lengths.sum()))
+
+
+def require_room(samples: Sequence[Sample], tokens: int) -> np.ndarray:
+    """Return the lengths of samples, at least one, that fit into rows of so many tokens.
+
+    Raises:
+        UserError: one is longer.
+    """
+    if not samples:
+        raise ValueError("no samples to pack")
+    if not all(len(sample.prompt) and len(sample.output) for sample in samples):
+        raise ValueError("a sample needs a prompt token and an output token")
+    lengths = np.array([len(sample) for sample in samples])
+    if lengths.max() > tokens:
+        raise UserError(
+            f"a sample has {lengths.max()} tokens, a packed row {tokens}",
+            place="learner.packing.tokens",
+            remedy=f"raise it to at least {lengths.max()}; samples are never cut",
+        )
+    return lengths
 
 
 def _laid_out(
@@ -217,7 +274,7 @@ def _laid_out(
     number = np.arange(len(item)) - np.searchsorted(row, row) + 1  # of the item in its row
 
     batch = TokenBatch(*(np.zeros(shape, np.int32) for _ in range(4)))
-    flat = TokenBatch(*(a.reshape(-1)[: end[-1]] for a in vars(batch).values()))
+    flat = jax.tree.map(lambda array: array.reshape(-1)[: end[-1]], batch)
     batch.targets[:] = -1
     np.concatenate(texts, out=flat.tokens, casting="same_kind")
     np.concatenate(targets, out=flat.targets, casting="same_kind")

@@ -207,7 +207,7 @@ def work_line(
         **result.numbers,
         "tokens": result.tokens,
         "tokens_per_s": result.tokens / train_s,
-        "padding_share": 1.0 - result.tokens / result.positions,
+        "padding_share": result.padding_share,
         "mfu": None if peak is None else useful / (train_s * peak),
         "mfu_update": None if peak is None else useful / (result.update_s * peak),
         "train_s": train_s,

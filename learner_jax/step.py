@@ -3,7 +3,7 @@
     programs = build_programs(spec, config, mesh)
     state = programs.init_state(shard_params(params, abstract_params(config), mesh))
     published = programs.publish(state.params)              # the policy version's bits
-    packed = pack(samples, ..., microbatches=microbatch_bound(spec))
+    packed = pack_samples(samples, spec, mesh, microbatch_bound(spec))
     tokens = shard_batch(packed.batch, mesh)                # the whole optimizer batch
     old = programs.score(published, tokens, packed.microbatches)
     inputs = LossInputs(*shard_batch(...), old_logprobs=old, ...)
@@ -26,13 +26,14 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from learner_jax.attention import taken
 from learner_jax.logprobs import DocumentMetrics, Level, document_loss, token_logprobs
 from learner_jax.loss import grpo_loss
 from learner_jax.metrics import LossMetrics
 from learner_jax.model import Policy, abstract_lora, abstract_params, bind, init_lora, merge_lora
 from learner_jax.optimizer import abstract_state as abstract_moments
 from learner_jax.optimizer import apply_gradients, build_optimizer, init_state, rise_of
-from learner_jax.packing import Data, LossInputs, TokenBatch, row_bound
+from learner_jax.packing import Data, LossInputs, SharedPrompts, Spans, TokenBatch, row_bound
 from learner_jax.sharding import (
     Execution,
     batch_sharding,
@@ -42,6 +43,7 @@ from learner_jax.sharding import (
     shard_batch,
     wide_dtype,
 )
+from learner_jax.shared_prompts import shares_prompts
 from runspec.core.errors import UserError
 from runspec.core.models import ModelConfig
 from runspec.core.schema import RunSpec
@@ -168,7 +170,11 @@ def policy_logprobs(
     level: Level | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probs of the targets, and entropies or levels: hidden states, then `token_logprobs`."""
-    hidden = policy(batch.tokens, batch.segment_ids, batch.positions, execution)
+    shared, where = batch.shared, (batch.segment_ids, batch.positions, execution)
+    if shared is None:
+        hidden = policy(batch.tokens, *where)
+    else:
+        hidden = taken(policy(batch.tokens, *where, shared.seen), shared.predicts)
     return token_logprobs(
         hidden,
         policy.head_weight(),
@@ -375,13 +381,16 @@ def abstract_like(specs: Any, mesh: Mesh, dtype: np.dtype | type) -> Any:
 
 
 def _abstract_batch(spec: RunSpec, mesh: Mesh) -> tuple[TokenBatch, Any]:
-    packing = spec.learner.packing
-    shape = (microbatch_bound(spec), packing.rows, packing.tokens)
+    packing, sharing = spec.learner.packing, shares_prompts(spec, mesh)
+    shards = mesh.shape["data"] * mesh.shape["fsdp"] if sharing else packing.rows
+    shape = (microbatch_bound(spec), shards, packing.rows * packing.tokens // shards)
     sharding = batch_sharding(mesh, shape)
     token, value = (
         jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype in (jnp.int32, jnp.float32)
     )
+    shared = SharedPrompts(Spans(token, token, token), token) if sharing else None
+    tokens = TokenBatch(token, token, token, token, shared)
     if spec.supervised is not None:
-        return TokenBatch(*[token] * 4), LossInputs(value)
+        return tokens, LossInputs(value)
     reference = value if spec.grpo.kl.coef else None
-    return TokenBatch(*[token] * 4), LossInputs(value, value, value, value, reference)
+    return tokens, LossInputs(value, value, value, value, reference)

@@ -21,8 +21,9 @@ from jax.sharding import Mesh
 from learner_jax.batch import Batch
 from learner_jax.corpus.packed import CorpusRows
 from learner_jax.loss import token_weights
-from learner_jax.packing import LossInputs, Sample, TokenBatch, pack
+from learner_jax.packing import LossInputs, Sample, TokenBatch
 from learner_jax.sharding import shard_batch
+from learner_jax.shared_prompts import pack_samples
 from learner_jax.step import Programs, TrainState, Update, microbatch_bound
 from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
@@ -65,8 +66,8 @@ class StepResult:
     skipped: tuple[SkippedUpdate, ...]
     tokens: int
     """Prompt and output tokens of the rollouts, or tokens of the documents."""
-    positions: int
-    """Positions of the packed rows that were trained, padding included."""
+    padding_share: float
+    """Of the positions that were computed."""
     update_s: float
     """Seconds of the updates: loss, gradients, optimizer."""
     score_s: float = 0.0
@@ -120,20 +121,17 @@ def train_step(
     parts = spec.grpo.updates_per_step
     bounds = [round(i * len(groups) / parts) for i in range(parts + 1)]
     # All of pi_old before the first update: that is what makes it the version's.
-    shares = []
+    shares, used, positions = [], 0, 0
     for start, stop in pairwise(bounds):
         if start == stop:  # an incomplete step may have fewer groups than parts
             continue
         names, rollouts = zip(
             *(each for group in groups[start:stop] for each in group), strict=True
         )
-        packed = pack(
-            [Sample(r.prompt_tokens, r.output_tokens, r.own) for r in rollouts],
-            tokens=spec.learner.packing.tokens,
-            rows=spec.learner.packing.rows,
-            shards=mesh.shape["data"] * mesh.shape["fsdp"],
-            microbatches=microbatch_bound(spec),
-        )
+        samples = [Sample(r.prompt_tokens, r.output_tokens, r.own) for r in rollouts]
+        packed = pack_samples(samples, spec, mesh, microbatch_bound(spec))
+        used += packed.used
+        positions += packed.microbatches * packed.batch.tokens[0].size
         weights = token_weights(
             [rollout.length for rollout in rollouts],
             spec.grpo.loss_normalizer,
@@ -151,11 +149,10 @@ def train_step(
         shares.append(Share(tokens, inputs, count, names, packed.gather))
     jax.block_until_ready([share.inputs for share in shares])
     scored = time.perf_counter()
-    what, size = f"step {batch.manifest.step}", shares[0].tokens.tokens[0].size
     return make_updates(
-        *(spec, what, programs, state, shares, base),
+        *(spec, f"step {batch.manifest.step}", programs, state, shares, base),
         tokens=sum(len(r.prompt_tokens) + len(r.output_tokens) for r in batch.rollouts),
-        positions=sum(share.microbatches for share in shares) * size,
+        padding_share=1.0 - used / positions,
         begun=scored,
         score_s=scored - begun,
     )
@@ -170,7 +167,7 @@ def make_updates(
     base: Any | None,
     *,
     tokens: int,
-    positions: int,
+    padding_share: float,
     begun: float,
     score_s: float = 0.0,
 ) -> StepResult:
@@ -185,7 +182,7 @@ def make_updates(
         state: used up.
         shares: in training order.
         base: the frozen weights under adapters; None where the weights are trained.
-        tokens, positions, score_s: see `StepResult`.
+        tokens, padding_share, score_s: see `StepResult`.
         begun: when the updates began, by `time.perf_counter`.
 
     Raises:
@@ -220,7 +217,7 @@ def make_updates(
             remedy="lower optimizer.lr or clip_norm; the newest full state is from before this",
         )
     numbers, update_s = step_numbers(outcomes), time.perf_counter() - begun
-    return StepResult(state, numbers, tuple(skipped), tokens, positions, update_s, score_s)
+    return StepResult(state, numbers, tuple(skipped), tokens, padding_share, update_s, score_s)
 
 
 def step_numbers(outcomes: Sequence[tuple[Any, Update]]) -> dict[str, float]:
@@ -284,10 +281,11 @@ def supervised_step(
         shares.append(
             Share(*on_mesh, real, names, lambda values: [*values.reshape(-1, packing.tokens)])
         )
+    real = int((rows.batch.segment_ids > 0).sum())
     return make_updates(
         *(spec, "a step", programs, state, shares, base),
-        tokens=int((rows.batch.segment_ids > 0).sum()),
-        positions=rows.weights.size,
+        tokens=real,
+        padding_share=1.0 - real / rows.weights.size,
         begun=begun,
     )
 
@@ -322,7 +320,7 @@ def score_rows(
     filled = TokenBatch(
         *(
             np.pad(x, ((0, missing), (0, 0)), constant_values=fill)
-            for x, fill in zip(vars(batch).values(), (0, -1, 0, 0), strict=True)
+            for x, fill in zip(jax.tree.leaves(batch), (0, -1, 0, 0), strict=True)
         )
     )
     cut = jax.tree.map(lambda x: x.reshape(-1, bound, packing.rows, packing.tokens), filled)

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from learner_jax.attention import cudnn, splash, xla
+from learner_jax.packing import Rows, Spans
 from learner_jax.sharding import Execution, mesh_axes
 from runspec.core import schema
 from runspec.core.errors import UserError
@@ -119,45 +118,36 @@ def _kernel(
     return xla.attend
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Rows:
-    """Where the U positions of each of B shards stand in the R packed rows of that shard: i32."""
-
-    sources: Any
-    """[B R, T]: which of its shard's positions stands in each column; any in padding."""
-    places: Any
-    """[B, U]: row * T + column of one place, of those rows, where the position stands."""
-
-
-def attend_in_rows(
+def attend_shared(
     q: Float[Array, "B U H h"],
     k: Float[Array, "B U K h"],
     v: Float[Array, "B U K h"],
-    segment_ids: Int[Array, "R T"],
-    rows: Rows,
+    shared: Rows | Spans,
     execution: Execution,
 ) -> Float[Array, "B U H h"]:
-    """Apply `packed_attention` in rows where one position may stand in several rows.
+    """Apply `packed_attention` where samples that begin with one prompt share its positions.
 
-    The samples of a group have one prompt. Everything but attention treats a position by itself, so
-    a prompt that many samples begin with is computed once. For attention alone its queries, keys
-    and values are laid out in the row of every such sample, where any kernel finds them.
+    Everything but attention treats a position by itself, so that a prompt is computed once. The
+    `xla` kernel takes spans. For other kernels queries, keys and values are laid out in rows, a
+    prompt's in the row of every sample that has it.
 
     Args:
         q, k, v: of the positions, rotated already.
-        segment_ids: of the rows of all shards, one shard after the other.
-        rows: where each position stands. What a position sees is the same in all its places.
+        shared: what each position sees, which is the same for all samples that have it.
         execution: the kernel and the mesh.
     """
-    shards, length = len(q), segment_ids.shape[1]
-    sources = rows.sources.reshape(shards, -1)  # [B, R T]
-    q, k, v = (_taken(x, sources).reshape(-1, length, *x.shape[2:]) for x in (q, k, v))
-    mixed = packed_attention(q, k, v, segment_ids, execution)
-    return _taken(mixed.reshape(shards, -1, *mixed.shape[2:]), rows.places)
+    mesh = execution.mesh
+    if isinstance(shared, Spans):
+        spans = jnp.stack([shared.starts, shared.prompt_starts, shared.prompt_stops], axis=-1)
+        return attend_on_mesh(xla.attend_spans, q, k, v, spans, mesh)
+    shards, length = len(q), shared.segment_ids.shape[1]
+    sources = shared.sources.reshape(shards, -1)  # [B, R T]
+    q, k, v = (taken(x, sources).reshape(-1, length, *x.shape[2:]) for x in (q, k, v))
+    mixed = packed_attention(q, k, v, shared.segment_ids, execution)
+    return taken(mixed.reshape(shards, -1, *mixed.shape[2:]), shared.places)
 
 
-def _taken(x: Float[Array, "B N ..."], places: Int[Array, "B M"]) -> Float[Array, "B M ..."]:
+def taken(x: Float[Array, "B N ..."], places: Int[Array, "B M"]) -> Float[Array, "B M ..."]:
     """x[b, places[b, m]], within each shard."""
     return jax.vmap(lambda own, at: own[at])(x, places)
 

@@ -7,11 +7,13 @@ online and its backward pass recomputed from the log-sum-exp, after FlashAttenti
 2307.08691, algorithms 1 and 2).
 
 A segment lies in one piece, so the query at column t sees the columns start .. t, where start is
-the column at which its segment begins: two numbers a query instead of a mask.
+the column at which its segment begins: two numbers a query instead of a mask. Where samples share a
+prompt, the queries of an output see that of their prompt too: two more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -47,11 +49,25 @@ def _differs_from_left(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     return jnp.pad(new, ((0, 0), (1, 0)), constant_values=True)
 
 
+class Prompts(NamedTuple):
+    """The columns, [first, stop), of a prompt that each query sees besides; none: stop <= first."""
+
+    first: Any
+    stop: Any
+    """Int [*B, Q]."""
+
+
 def visible(
-    starts: Int[Array, "*B Q"], columns: Int[Array, "*B Q"], keys: Int[Array, " N"]
+    starts: Int[Array, "*B Q"],
+    columns: Int[Array, "*B Q"],
+    keys: Int[Array, " N"],
+    prompts: Prompts | None = None,
 ) -> Bool[Array, "*B Q N"]:
     """Whether each query sees each of the keys, all given by their columns."""
-    return (starts[..., None] <= keys) & (keys <= columns[..., None])
+    own = (starts[..., None] <= keys) & (keys <= columns[..., None])
+    if prompts is None:
+        return own
+    return own | ((prompts.first[..., None] <= keys) & (keys < prompts.stop[..., None]))
 
 
 def key_blocks(
@@ -98,9 +114,20 @@ def attend(
         columns: where in the row each query stands.
     """
     starts = segment_starts(segment_ids)[:, columns]  # [B, Q]
-    if k.shape[1] <= DIRECT:
-        return _direct(q, k, v, starts, columns)
-    return _blocked(q, k, v, starts, columns)
+    return (_direct if k.shape[1] <= DIRECT else _blocked)(q, k, v, starts, columns, None)
+
+
+def attend_spans(
+    q: Float[Array, "B T H h"],
+    k: Float[Array, "B T K h"],
+    v: Float[Array, "B T K h"],
+    spans: Int[Array, "B T 3"],
+    columns: Int[Array, " T"],
+) -> Float[Array, "B T H h"]:
+    """See `attend_shared`: the start of each query's segment, and first and stop of its prompt."""
+    starts, first, stop = jnp.moveaxis(spans, -1, 0)
+    prompts = Prompts(first, stop)
+    return (_direct if k.shape[1] <= DIRECT else _blocked)(q, k, v, starts, columns, prompts)
 
 
 def _direct(
@@ -109,6 +136,7 @@ def _direct(
     v: Float[Array, "B T K h"],
     starts: Int[Array, "B Q"],
     columns: Int[Array, " Q"],
+    prompts: Prompts | None,
 ) -> Float[Array, "B Q H h"]:
     batch, queries, heads, size = q.shape
     kv_heads = k.shape[2]
@@ -119,7 +147,7 @@ def _direct(
     stacked = grouped.reshape(batch, kv_heads, -1, size)  # [B, K, G Q, h]
     scores = jnp.einsum("bkqh,btkh->bkqt", stacked, k, preferred_element_type=wide)
     scores = scores.reshape(*grouped.shape[:-1], -1)  # [B, K, G, Q, T]
-    mask = visible(starts, columns, jnp.arange(k.shape[1]))  # [B, Q, T]
+    mask = visible(starts, columns, jnp.arange(k.shape[1]), prompts)  # [B, Q, T]
     # Finite, so that a query that sees no key makes no NaN.
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(wide).min)
     # The sum divides last, over h numbers a query, not T. The maximum cancels: no gradient.
@@ -142,6 +170,8 @@ class _Tile(NamedTuple):
     starts: Any
     columns: Any
     """Int [N]: the keys that each query sees, none in the padding of the last tile."""
+    prompts: Any
+    """`Prompts` of the queries, [N], or None."""
 
 
 def _blocked(
@@ -150,6 +180,7 @@ def _blocked(
     v: Float[Array, "B T K h"],
     starts: Int[Array, "B Q"],
     columns: Int[Array, " Q"],
+    prompts: Prompts | None,
 ) -> Float[Array, "B Q H h"]:
     batch, queries, heads, size = q.shape
     kv_heads = k.shape[2]
@@ -164,6 +195,9 @@ def _blocked(
         q=q.reshape(-1, *q.shape[2:]),
         starts=starts.reshape(-1, block),
         columns=jnp.tile(jnp.pad(columns, (0, padded)).reshape(-1, block), (batch, 1)),
+        prompts=jax.tree.map(
+            lambda x: jnp.pad(x, ((0, 0), (0, padded))).reshape(-1, block), prompts
+        ),
     )
 
     def by_head(x: Array) -> Array:  # [B, T, K, h] -> [B, K, whole blocks, h]
@@ -184,8 +218,9 @@ def _forward(q: Array, k: Array, v: Array, tiles: _Tile) -> tuple[Array, tuple[A
     """Output, shaped like q, [tiles, K, G, N, h], and what `_backward` needs."""
 
     def one_tile(tile: _Tile) -> tuple[Array, Array]:
-        def one_block(number: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        def one_block(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             top, total, mixed = carry
+            number = number_of(i)
             keys, values = (_block(x, tile, number) for x in (k, v))
             scores, _ = _scores(tile, keys, number)
             new_top = jnp.maximum(top, scores.max(axis=-1))
@@ -198,7 +233,7 @@ def _forward(q: Array, k: Array, v: Array, tiles: _Tile) -> tuple[Array, tuple[A
         wide = wide_dtype(q.dtype)
         empty = jnp.zeros(tile.q.shape, wide)
         carry = (jnp.full(empty.shape[:-1], jnp.finfo(wide).min), empty[..., 0], empty)
-        first, stop = key_blocks(tile.starts, tile.columns, tile.starts.size)
+        first, stop, number_of = _visits(tile)
         top, total, mixed = jax.lax.fori_loop(first, stop, one_block, carry)
         # Queries that see nothing stand in tiles that were skipped, or saw masked scores alone.
         sees = tile.starts <= tile.columns
@@ -224,8 +259,9 @@ def _backward(residuals: tuple[Any, ...], d_out: Array) -> tuple[Array, Array, A
         # d softmax: d_scores = weights * (d_weights - sum_t weights d_weights).
         inner = jnp.sum(out.astype(wide) * d_out.astype(wide), axis=-1, keepdims=True)
 
-        def one_block(number: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        def one_block(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             dk, dv, dq = carry
+            number = number_of(i)
             keys, values = (_block(x, tile, number) for x in (k, v))
             scores, mask = _scores(tile, keys, number)
             weights = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0.0)
@@ -237,7 +273,7 @@ def _backward(residuals: tuple[Any, ...], d_out: Array) -> tuple[Array, Array, A
             dv = _add(dv, tile, number, gain)
             return dk, dv, dq + _einsum("kgqt,kth->kgqh", d_scores, keys)
 
-        first, stop = key_blocks(tile.starts, tile.columns, tile.starts.size)
+        first, stop, number_of = _visits(tile)
         dk, dv, dq = jax.lax.fori_loop(
             first, stop, one_block, (*sums, jnp.zeros(tile.q.shape, wide))
         )
@@ -251,6 +287,24 @@ def _backward(residuals: tuple[Any, ...], d_out: Array) -> tuple[Array, Array, A
 _attend_tiles.defvjp(_forward, _backward)
 
 
+def _visits(tile: _Tile) -> tuple[Array, Array, Callable[[Array], Array]]:
+    """The loop over the blocks that a tile sees: its ends, and the block of each of its numbers.
+
+    A prompt stands before its outputs, so the blocks of the tile's prompts come first, and then
+    those from the first own start on that are not among them.
+    """
+    block = tile.starts.size
+    first, stop = key_blocks(tile.starts, tile.columns, block)
+    if tile.prompts is None:
+        return first, stop, lambda i: i
+    begins, ends = tile.prompts
+    there = begins < ends
+    low = jnp.min(jnp.where(there, begins // block, first))
+    high = jnp.max(jnp.where(there, (ends - 1) // block + 1, low))
+    own = jnp.maximum(first, high)
+    return own - (high - low), stop, lambda i: jnp.where(i < own, i - own + high, i)
+
+
 def _scores(tile: _Tile, keys: Array, number: Array) -> tuple[Array, Array]:
     """Scores of a tile's queries over a block of keys, [K, G, N, N], and which of them count.
 
@@ -258,7 +312,7 @@ def _scores(tile: _Tile, keys: Array, number: Array) -> tuple[Array, Array]:
     """
     scores = _einsum("kgqh,kth->kgqt", tile.q, keys) * tile.q.shape[-1] ** -0.5
     own = number * tile.starts.size + jnp.arange(tile.starts.size)
-    mask = visible(tile.starts, tile.columns, own)
+    mask = visible(tile.starts, tile.columns, own, tile.prompts)
     return jnp.where(mask, scores, jnp.finfo(scores.dtype).min), mask
 
 

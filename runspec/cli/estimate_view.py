@@ -184,6 +184,8 @@ def _learner(learner: LearnerEstimate, console: Console, island: str | None) -> 
         _say(console, f"and {size(memory.host)} in the host's memory")
     if learner.step_s is not None:
         _say(console, f"trains a step in {_time(learner.step_s)}")
+    if learner.shared_prompts:
+        _say(console, "computes a prompt once for all samples of its group")
 
 
 def _islands(islands: IslandsEstimate, console: Console) -> None:

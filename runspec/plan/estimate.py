@@ -9,7 +9,7 @@ from typing import Any
 
 from runspec import simulate as model
 from runspec.core.models import ModelConfig, device_count, device_of
-from runspec.core.models.parameters import StepFlops, parameter_count, step_flops
+from runspec.core.models.parameters import StepFlops, parameter_count, sharing, step_flops
 from runspec.core.schema import RunSpec, SamplerPool
 from runspec.core.schema.role_names import island_names, island_spec
 from runspec.estimate import LearnerMemory, assumed, learner_memory, speed, update_microbatches
@@ -134,6 +134,8 @@ class LearnerEstimate:
     """Bytes on one device."""
     flops: StepFlops | None
     step_s: float | None
+    shared_prompts: bool
+    """Whether a prompt is computed once for all samples of its group."""
 
 
 @dataclass(frozen=True)
@@ -258,6 +260,7 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
             memory=learner_memory(own, config) if config is not None else None,
             flops=flops,
             step_s=step_s,
+            shared_prompts=sharing(spec, cpu=spec.learner.hardware.kind == "cpu"),
         ),
         samplers=tuple(_pool(pool, spec, config) for pool in spec.samplers),
         version_bytes=size.whole if size else None,

@@ -20,7 +20,8 @@ from learner_jax.decoder import embed
 from learner_jax.model import abstract_params, bind, init_params
 from learner_jax.packing import Sample, pack
 from learner_jax.sharding import Execution, make_mesh, shard_batch, shard_params
-from learner_jax.step import build_programs
+from learner_jax.shared_prompts import pack_samples, pack_shared
+from learner_jax.step import build_programs, policy_logprobs
 from runspec.core import schema
 from runspec.core.errors import UserError
 from runspec.core.models import ModelConfig
@@ -39,13 +40,16 @@ pytestmark = pytest.mark.slow
 
 CONFIG = ModelConfig("qwen2", 24, 16, 24, 2, 4, 2, 8, 64, 10000.0, 1e-6, False, True)
 TEMPERATURE = 0.7
+MICROBATCHES = 16
 ALGORITHM = Grpo(kl={"coef": 0.1}, entropy_coef=0.3, importance={"cap": 1.5})
 """What the other switches change is in test_loss."""
 
 
 @cache
 def rollouts() -> list[Rollout]:
-    return make_rollouts(np.random.default_rng(0), CONFIG.vocab_size, 10, longest=30)
+    """Of two prompts, five each."""
+    made = make_rollouts(np.random.default_rng(0), CONFIG.vocab_size, 10, longest=30)
+    return [replace(each, prompt=made[n % 2].prompt) for n, each in enumerate(made)]
 
 
 def params_of(dtype: Any, config: ModelConfig = CONFIG) -> Any:
@@ -59,8 +63,10 @@ def params_of(dtype: Any, config: ModelConfig = CONFIG) -> Any:
     )
 
 
-def spec_of(mesh: dict[str, int], tokens: int, rows: int, remat: str = "full") -> RunSpec:
-    packing = Packing(tokens=tokens, rows=rows)
+def spec_of(
+    mesh: dict[str, int], tokens: int, rows: int, remat: str = "full", shared: bool = False
+) -> RunSpec:
+    packing = Packing(tokens=tokens, rows=rows, shared_prompts=shared)
     learner = {"mesh": Mesh(**mesh), "packing": packing, "remat": remat}
     spec = changed(tiny_spec(), learner=learner)
     sampling = spec.samplers[0].sampling.model_copy(update={"temperature": TEMPERATURE})
@@ -70,12 +76,11 @@ def spec_of(mesh: dict[str, int], tokens: int, rows: int, remat: str = "full") -
 
 def program_gradient(spec: RunSpec) -> tuple[Any, dict[str, float]]:
     """The gradient and metrics by the jitted programs, in float32."""
-    mesh, packing = make_mesh(spec.learner.mesh), spec.learner.packing
+    mesh = make_mesh(spec.learner.mesh)
     programs = build_programs(spec, CONFIG, mesh)
     params = shard_params(params_of(jnp.float32), abstract_params(CONFIG), mesh)
     samples = [Sample(r.prompt, r.output) for r in rollouts()]
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    packed = pack(samples, tokens=packing.tokens, rows=packing.rows, shards=shards)
+    packed = pack_samples(samples, spec, mesh, MICROBATCHES)
     inputs = jax.tree.map(
         lambda x: x.astype(np.float32), inputs_of(packed, rollouts(), spec.algorithm)
     )
@@ -92,18 +97,22 @@ def expected() -> tuple[Any, dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "tokens", "rows", "remat"),
+    ("mesh", "tokens", "rows", "remat", "shared"),
     [
-        ({}, 200, 1, "none"),
-        ({"data": 2, "fsdp": 2, "slices": 2}, 48, 4, "dots"),
-        ({"fsdp": 2, "context": 2, "tensor": 2}, 64, 4, "attention"),
-        ({"data": 2, "context": 4}, 64, 2, "offload"),
+        ({}, 200, 1, "none", False),
+        ({"data": 2, "fsdp": 2, "slices": 2}, 48, 4, "dots", False),
+        ({"fsdp": 2, "context": 2, "tensor": 2}, 64, 4, "attention", False),
+        ({"data": 2, "context": 4}, 64, 2, "offload", False),
+        ({}, 64, 4, "full", True),  # by blocks
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 48, 4, "attention", True),
     ],
     ids=str,
 )
-def test_gradient_is_the_same_on_every_mesh_and_packing(mesh, tokens, rows, remat, expected):
+def test_gradient_is_the_same_on_every_mesh_and_packing(
+    mesh, tokens, rows, remat, shared, expected
+):
     # given one optimizer batch, when it is packed and sharded another way
-    grads, metrics = program_gradient(spec_of(mesh, tokens, rows, remat))
+    grads, metrics = program_gradient(spec_of(mesh, tokens, rows, remat, shared))
     # then gradients and metrics are those of one device
     assert max(relative_errors(grads, expected[0]).values()) <= 1e-5
     assert metrics == pytest.approx(expected[1], rel=1e-5)
@@ -122,6 +131,48 @@ def test_gradient_is_that_of_the_formula(expected):
         )
     # then the programs' is that but for float32's rounding
     assert max(relative_errors(expected[0], truth).values()) < 1e-4
+
+
+def turned(rng: np.random.Generator, prompt: np.ndarray, length: int) -> Sample:
+    """A sample of some length, of which the policy sampled two thirds."""
+    own = rng.random(length) < 2 / 3
+    own[0] = own[-1] = True
+    return Sample(prompt, rng.integers(0, CONFIG.vocab_size, length).astype(np.int32), own)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(64, 1), (64, 2), (150, 2)], ids=str)
+def test_shared_prompts_give_the_gradient_of_plain_rows(tokens, rows):
+    # given groups of unlike prompts and lengths, with turns, which do not all fit into one part
+    rng = np.random.default_rng(tokens)
+    prompts = [rng.integers(0, CONFIG.vocab_size, n).astype(np.int32) for n in (1, 30, 17)]
+    samples = [turned(rng, p, int(n)) for p in prompts for n in rng.integers(1, 33, 6)]
+    weights = [rng.normal(size=sample.targets) for sample in samples]
+    found = []
+    with jax.enable_x64(True):
+        for how in (pack, pack_shared):
+            packed = how(samples, tokens=tokens, rows=rows, shards=1, microbatches=18)
+            on = packed.scatter(weights)
+            scored = np.zeros(on.shape)
+
+            def loss(params, part, at, on=on):
+                policy, how = bind(CONFIG, params), Execution(jnp.float64)
+                logprobs, entropy = policy_logprobs(policy, part, how, temperature=0.7)
+                return ((logprobs + 0.3 * entropy) * on[at]).sum(), logprobs
+
+            grads = []
+            for at in range(packed.microbatches):
+                run = jax.value_and_grad(loss, has_aux=True)
+                (_, scored[at]), one = run(params_of(jnp.float64), packed.token_batch(at), at)
+                grads.append(one)
+            total = jax.tree.map(lambda *each: sum(each), *grads)
+            found.append((total, packed.gather(scored), packed))
+    # then log-probs and gradients are those of rows in which every sample has its prompt
+    (plain, expected, rows_of), (shared, logprobs, parts) = found
+    assert max(relative_errors(shared, plain).values()) <= 1e-10
+    for ours, theirs in zip(logprobs, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10)
+    # and a prompt has positions once in each part where it is needed
+    assert parts.used < rows_of.used / 1.3
 
 
 DEEP = ModelConfig("qwen2", 32, 32, 96, 6, 2, 1, 16, 2048, 1e4, 1e-6, False, True)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner_jax.packing import Packed, Sample, pack, row_bound
+from learner_jax.shared_prompts import pack_shared
 from runspec.core.errors import UserError
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=30)
@@ -106,6 +107,33 @@ def test_rows_are_those_of_first_fit_decreasing_and_no_more_than_the_bound(lengt
         together.setdefault(place.microbatch, []).append(i)
     assert sorted(map(sorted, rows)) == sorted(together.values())
     assert packed.microbatches <= row_bound(len(sizes), max(sizes), tokens)
+
+
+@SETTINGS
+@given(LENGTHS, st.integers(1, 3), st.integers(1, 3), st.integers(18, 40), st.data())
+def test_shared_prompts_need_no_more_microbatches_than_rows(lengths, rows, shards, tokens, data):
+    # given samples of which some begin with the same prompt, and some have turns
+    samples = samples_of(lengths)
+    for number, sample in enumerate(samples):
+        masks = st.lists(st.booleans(), min_size=(n := len(sample.output)), max_size=n)
+        own = np.array(data.draw(masks | st.none()) or [True] * n)
+        like = data.draw(st.integers(0, number))
+        samples[number] = replace(sample, prompt=samples[like].prompt, own=own)
+    longest = max(map(len, samples))
+    if longest > tokens:
+        return
+    most = -(-row_bound(len(samples), longest, tokens) // (rows * shards))
+    packed = pack_shared(
+        samples, tokens=tokens, rows=rows * shards, shards=shards, microbatches=most
+    )
+    # then one value a target lies where it is asked for, and is read back in order
+    sampled = [s.output[s.own].astype(np.float32) for s in samples]
+    array = packed.scatter(sampled)
+    np.testing.assert_array_equal(array, np.maximum(packed.batch.targets, 0))
+    for values, each in zip(packed.gather(array), sampled, strict=True):
+        np.testing.assert_array_equal(values, each)
+    # and what is no padding is counted
+    assert packed.used == (packed.batch.shared.seen.starts < rows * tokens).sum()
 
 
 def row_lengths(packed: Packed) -> list[np.ndarray]:

@@ -20,20 +20,10 @@ from bridge.publisher import Publisher
 from broadcast.relay import run_origin
 from learner_jax.checkpoint import save_params
 from learner_jax.model import abstract_params, bind, init_params
-from learner_jax.prefill import (
-    MOST_REPEATS,
-    JaxPrefill,
-    Policy,
-    PrefillBatch,
-    Shape,
-    divide,
-    halved,
-    lay_out,
-    predicting,
-    prefill,
-    shape_for,
-)
+from learner_jax.packing import Rows, Sample
+from learner_jax.prefill import JaxPrefill, Policy, prefill, samples_of
 from learner_jax.sharding import Execution, make_mesh, shard_params
+from learner_jax.shared_prompts import MOST_REPEATS, Shape, divide, halved, lay_out, shape_for
 from learner_jax.warm_start import model_config
 from runspec.core import schema
 from runspec.core.canonical import digest_bytes
@@ -267,11 +257,11 @@ def test_versions_are_fetched_checked_and_kept_apart(name, kind, published, tmp_
 T = 32
 
 
-def read_back(batch: PrefillBatch, shard: int, rows: int) -> dict[tuple[int, int], list[int]]:
+def read_back(seen: Rows, shard: int, rows: int) -> dict[tuple[int, int], list[int]]:
     """The tokens of each segment of a shard's rows, by row and number."""
     found: dict[tuple[int, int], list[int]] = {}
     for row in range(shard * rows, (shard + 1) * rows):
-        for source, segment in zip(batch.rows.sources[row], batch.segment_ids[row], strict=True):
+        for source, segment in zip(seen.sources[row], seen.segment_ids[row], strict=True):
             if segment:
                 found.setdefault((row, int(segment)), []).append(int(source))
     return found
@@ -288,7 +278,8 @@ GROUPS = st.lists(
 @given(groups=GROUPS, rows=st.integers(1, 4), shards=st.integers(1, 2))
 def test_every_rollout_stands_in_a_row_whole_and_its_prompt_is_there_once(groups, rows, shards):
     # given rollouts of any lengths, every other one of several turns, and their parts
-    inputs = [in_turns(each) if n % 2 else each for n, each in enumerate(grouped(groups))]
+    given = [in_turns(each) if n % 2 else each for n, each in enumerate(grouped(groups))]
+    inputs = samples_of(given)
     shape = shape_for(inputs, tokens=T, rows=rows)
     assert shape.rows <= MOST_REPEATS * rows
     parts = divide(inputs, shape)
@@ -298,25 +289,30 @@ def test_every_rollout_stands_in_a_row_whole_and_its_prompt_is_there_once(groups
         fit = halved(shape, together, inputs)
         # when they are laid out
         batch = lay_out(together, inputs, fit, shards)
+        seen = batch.shared.seen
+        assert isinstance(seen, Rows)
         for shard, part in enumerate(together):
-            segments = read_back(batch, shard, fit.rows)
+            segments = read_back(seen, shard, fit.rows)
             assert len(segments) == len(part)
             for number, place in enumerate(part, start=1):
                 each = inputs[place.member]
                 sources = segments[shard * fit.rows + place.row, number]
                 # then its row holds prompt and output but for the last token, in order
-                text = np.concatenate([each.prompt_tokens, each.output_tokens[:-1]])
+                text = np.concatenate([each.prompt, each.output[:-1]])
                 np.testing.assert_array_equal(batch.tokens[shard, sources], text)
                 np.testing.assert_array_equal(batch.positions[shard, sources], np.arange(len(text)))
                 # and what predicts the output are the prompt's last position and the output's own
-                expected = sources[len(each.prompt_tokens) - 1 :]
-                predicted = np.array(expected)[each.sampled]
-                np.testing.assert_array_equal(predicting(place, each), predicted)
+                expected, sampled = sources[len(each.prompt) - 1 :], given[place.member].sampled
+                own = slice(place.target, place.target + len(sampled))
+                predicted = batch.shared.predicts[shard, own]
+                np.testing.assert_array_equal(predicted, np.array(expected)[sampled])
+                np.testing.assert_array_equal(batch.targets[shard, own], each.output[sampled])
+                assert set(batch.segment_ids[shard, own].tolist()) == {number}
                 # and each position is read back from a place where it stands
-                flat = batch.rows.sources[shard * fit.rows : (shard + 1) * fit.rows].reshape(-1)
-                np.testing.assert_array_equal(flat[batch.rows.places[shard, sources]], sources)
+                flat = seen.sources[shard * fit.rows : (shard + 1) * fit.rows].reshape(-1)
+                np.testing.assert_array_equal(flat[seen.places[shard, sources]], sources)
             # and a prompt of the part is there once
-            prompts = {p.prompt: inputs[p.member].prompt_tokens.tobytes() for p in part}
+            prompts = {p.prompt: inputs[p.member].prompt.tobytes() for p in part}
             assert len(set(prompts.values())) == len(prompts) == sum(p.first for p in part)
 
 
@@ -338,8 +334,9 @@ def apart(prompts: int, of: int, length: int, output: int) -> list[PrefillInput]
     ids=["shared", "a little", "apart"],
 )
 def test_rows_are_as_many_as_prompts_are_shared(inputs, tokens, rows, expected, parts):
-    shape = shape_for(inputs, tokens=tokens, rows=rows)
-    assert shape == expected and [len(part) for part in divide(inputs, shape)] == parts
+    samples = samples_of(inputs)
+    shape = shape_for(samples, tokens=tokens, rows=rows)
+    assert shape == expected and [len(part) for part in divide(samples, shape)] == parts
 
 
 def test_parts_that_are_half_empty_are_halved():
@@ -348,23 +345,23 @@ def test_parts_that_are_half_empty_are_halved():
         ([(10, [10]), (9, [20])], Shape(2 * T, 2, T)),
         ([(10, [20] * 3)], shape),  # a row each
     ):
-        inputs = grouped(groups)
-        assert halved(shape, divide(inputs, shape), inputs) == expected
+        samples = samples_of(grouped(groups))
+        assert halved(shape, divide(samples, shape), samples) == expected
 
 
 def test_prompts_are_parted_from_one_another():
     # given the same tokens, divided between prompt and output in two ways
     text = np.arange(9, dtype=np.int32)
-    inputs = [PrefillInput(text[:n], text[n:], None) for n in (3, 5)]
-    (part,) = divide(inputs, shape_for(inputs, tokens=T, rows=2))
+    samples = [Sample(text[:n], text[n:]) for n in (3, 5)]
+    (part,) = divide(samples, shape_for(samples, tokens=T, rows=2))
     assert [place.first for place in part] == [True, True]
     for one, two in pairwise(sorted(part, key=lambda place: place.prompt)):
-        assert one.output + len(inputs[one.member].output_tokens) - 1 == two.prompt
+        assert one.output + len(samples[one.member].output) - 1 == two.prompt
 
 
 def test_what_cannot_be_laid_out_is_refused_and_nothing_is_no_work():
     assert prefill(policy(), [], temperature=1.0) == []
     with pytest.raises(ValueError, match="prompt token"):
-        shape_for(apart(1, 1, 0, 3), tokens=T, rows=1)
+        shape_for(samples_of(apart(1, 1, 0, 3)), tokens=T, rows=1)
     with pytest.raises(UserError, match="33 tokens"):
-        shape_for(apart(1, 1, 20, 13), tokens=T, rows=1)
+        shape_for(samples_of(apart(1, 1, 20, 13)), tokens=T, rows=1)

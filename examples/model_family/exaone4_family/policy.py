@@ -5,9 +5,9 @@ from __future__ import annotations
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from learner_jax.attention import Rows
 from learner_jax.decoder import Attention, Decoder, Mlp, Rotation
 from learner_jax.model import RMSNorm
+from learner_jax.packing import Rows, Spans
 from learner_jax.sharding import Execution, constrain
 from runspec.core.models import ModelConfig
 
@@ -26,9 +26,9 @@ class Layer(nnx.Module):
         segment_ids: Int[Array, "B T"],
         turn: Rotation,
         execution: Execution,
-        rows: Rows | None,
+        shared: Rows | Spans | None,
     ) -> Float[Array, "B T D"]:
-        mixed = self.attention(x, segment_ids, turn, execution, rows)
+        mixed = self.attention(x, segment_ids, turn, execution, shared)
         x = constrain(x + self.after_attention(mixed), execution.mesh, "batch", "sequence", None)
         x = x + self.after_mlp(self.mlp(x, execution))
         return constrain(x, execution.mesh, "batch", "sequence", None)

@@ -370,3 +370,29 @@ def prefill_bytes(version: float, devices: int) -> float:
         devices: devices of one validator.
     """
     return PREFILL_FACTOR * version / devices
+
+
+LEAST_SHARED = 1.25
+"""Tokens of a group's samples over its positions from which on a learner shares prompts."""
+SHARING_NEEDS = (
+    "sharing prompts needs rollouts, learner.mesh.context: 1 and the xla kernel, the one of CPUs"
+)
+
+
+def can_share_prompts(spec: RunSpec, *, cpu: bool) -> bool:
+    """Return whether a learner can compute a prompt once for all samples of its group."""
+    kernel = spec.learner.attention
+    runs = kernel == "xla" or (kernel == "auto" and cpu)
+    return runs and spec.supervised is None and spec.learner.mesh.context == 1
+
+
+def sharing(spec: RunSpec, *, cpu: bool) -> bool:
+    """Return whether it does: as `learner.packing.shared_prompts` says; by default on CPUs, where
+    samples of the longest kind have enough of their tokens in the prompt."""
+    asked = spec.learner.packing.shared_prompts
+    if asked is False or not can_share_prompts(spec, cpu=cpu):
+        return False
+    prompt, size = spec.data.max_prompt_tokens, spec.grpo.group_size
+    output = max(pool.max_new_tokens for pool in spec.samplers)
+    shared = size * (prompt + output) / (prompt + size * output)
+    return asked or (cpu and shared >= LEAST_SHARED)

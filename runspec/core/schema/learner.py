@@ -69,6 +69,9 @@ class Packing(fields.Block):
     """Length of a packed row."""
     rows: Annotated[fields.Count, fields.Unit("rows")]
     """Rows of one microbatch, over all devices."""
+    shared_prompts: bool | None = None
+    """Whether the prompt of a group is computed once for all of its samples. Null: on CPUs, unless
+    samples of the longest kind have little of their tokens in it."""
 
 
 Remat = Literal["none", "dots", "attention", "full", "offload"]

@@ -10,6 +10,7 @@ import re
 from math import lcm, prod
 
 from runspec.core.models import DEVICES, ModelConfig, device_count
+from runspec.core.models.parameters import SHARING_NEEDS, can_share_prompts, sharing
 from runspec.core.schema import RunSpec
 from runspec.lint import (
     Context,
@@ -277,8 +278,8 @@ def padded_microbatch(context: Context) -> Found:
     Where a packed row holds one sequence of full length, S of them need S rows, and the last
     microbatch is filled up with rows of padding, which cost as much as real ones. Shorter sequences
     share rows, so what a run wastes is at most this. Rows that hold several of full length are not
-    looked at: how many come to share one no spec says. The loss does not change: padding has no
-    weight in it.
+    looked at: how many come to share one no spec says; nor is a learner that shares prompts, whose
+    samples have no rows. The loss does not change: padding has no weight in it.
     """
     spec = context.spec
     packing, mesh = spec.learner.packing, spec.learner.mesh
@@ -287,7 +288,8 @@ def padded_microbatch(context: Context) -> Found:
     in_a_row = packing.tokens // longest
     if sequences < shards or packing.rows % shards:
         return  # `idle-shards` and `rows-divide` say so
-    if in_a_row != 1 or sequences % packing.rows == 0:
+    shared = sharing(spec, cpu=spec.learner.hardware.kind == "cpu")
+    if in_a_row != 1 or sequences % packing.rows == 0 or shared:
         return
     padding = -sequences % packing.rows
     fitting = [rows for rows in divisors(sequences, packing.rows) if rows % shards == 0]
@@ -409,3 +411,22 @@ def attention_kernel(context: Context) -> Found:
         f"{name} {reason}",
         suggestion="auto",
     )
+
+
+@rule("mesh")
+def shared_prompts(context: Context) -> Found:
+    """Samples share the positions of their prompt only where the kernel takes such a mask.
+
+        xla      yes, and it is the kernel of CPUs; on CPUs it is the default, unless prompts are
+                 short beside outputs
+        splash   its public kernels give no gradient under such a mask
+        cudnn    takes none
+
+    Documents have no prompts in common, and under `context` > 1 a row is cut over devices. By
+    default the learner then computes the prompt of every sample; asked to share, it refuses.
+    """
+    spec = context.spec
+    cpu = spec.learner.hardware.kind == "cpu"
+    if spec.learner.packing.shared_prompts and not can_share_prompts(spec, cpu=cpu):
+        place = ("learner", "packing", "shared_prompts")
+        yield Violation(place, SHARING_NEEDS, suggestion="null")

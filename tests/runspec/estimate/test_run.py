@@ -66,7 +66,8 @@ def test_the_shipped_spec_has_every_figure_as_json(fleet):
         "supervised islands stalled max_hours audit_bytes"
     )
     assert set(data) == set(keys.split())
-    assert set(data["learner"]) == {"devices", "device_memory", "memory", "flops", "step_s"}
+    figures = {"devices", "device_memory", "memory", "flops", "step_s", "shared_prompts"}
+    assert set(data["learner"]) == figures
     assert data["learner"]["memory"]["total"] > data["learner"]["memory"]["masters"] > 0
     assert {"kv_tokens", "full_sequences"} <= set(data["samplers"][0]["memory"])
     keys = "step_s idle first_rollouts_s full_s start_s lag filled_share intervals bottleneck"
