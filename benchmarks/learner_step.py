@@ -1,11 +1,12 @@
 """Times one rollout step of the learner at the laptop's shape; prints JSON.
 
-    python -m benchmarks.learner_step --tokens 128 --rows 8 --fsdp 2
+    python -m benchmarks.learner_step --tokens 128 --rows 4 --fsdp 2
 
 Old log-probs, reference log-probs, and one AdamW update, on random samples of the quickstart's
-lengths. Pin it (`taskset -c 0`) for numbers of one core. Seconds are CPU seconds of the process,
-which on one core of an idle machine are those of the clock. Compilation is timed apart.
-`dispatch_ms` is the time until JAX has an update under way; several devices of a CPU make it wait.
+lengths in groups of eight; `--plain` computes a prompt for each of them. Pin it (`taskset -c 0`)
+for numbers of one core. Seconds are CPU seconds of the process, which on one core of an idle
+machine are those of the clock. Compilation is timed apart. `dispatch_ms` is the time until JAX has
+an update under way; several devices of a CPU make it wait.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ SPEC = ROOT / NAME
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("tokens", 128), ("rows", 8), ("data", 1), ("fsdp", 2), ("tensor", 1)):
+    for name, default in (("tokens", 128), ("rows", 4), ("data", 1), ("fsdp", 2), ("tensor", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--sequences", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--plain", action="store_true")
     parser.add_argument(
-        "--remat", choices=("none", "dots", "attention", "full", "offload"), default="full"
+        "--remat", choices=("none", "dots", "attention", "full", "offload"), default="none"
     )
     options = parser.parse_args()
     devices = options.data * options.fsdp * options.tensor
@@ -51,6 +53,8 @@ def laptop_overrides(options: argparse.Namespace) -> list[str]:
         f"learner.packing.tokens={options.tokens}",
         f"learner.packing.rows={options.rows}",
         f"learner.remat={options.remat}",
+        f"learner.packing.shared_prompts={'false' if options.plain else 'true'}",
+        "algorithm.updates_per_step=1",
     ]
 
 
@@ -60,8 +64,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     from learner_jax.loss import token_weights
     from learner_jax.model import abstract_params, init_params
-    from learner_jax.packing import LossInputs, Sample, pack
+    from learner_jax.packing import LossInputs, Sample
     from learner_jax.sharding import make_mesh, shard_batch, shard_params
+    from learner_jax.shared_prompts import pack_samples
     from learner_jax.step import build_programs, microbatch_bound
     from learner_jax.warm_start import model_config
     from runspec.core.schema.load import SpecFiles
@@ -79,12 +84,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     rng = np.random.default_rng(0)
     samples = [
-        Sample(rng.integers(0, 192, prompt), rng.integers(0, 192, output))
-        for prompt, output in zip(
-            rng.integers(38, 44, options.sequences),
-            rng.integers(10, 49, options.sequences),
-            strict=True,
-        )
+        Sample(prompt, rng.integers(0, 192, rng.integers(10, 49)))
+        for _ in range(options.sequences // 8)
+        for prompt in [rng.integers(0, 192, rng.integers(38, 44))] * 8
     ]
     weights = token_weights([len(s.output) for s in samples], "token", max_new_tokens=48)
     advantages = rng.normal(size=len(samples)).tolist()
@@ -93,13 +95,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     for _ in range(options.repeats + 1):
         clock = time.process_time()
-        packed = pack(
-            samples,
-            tokens=options.tokens,
-            rows=options.rows,
-            shards=options.data * options.fsdp,
-            microbatches=microbatch_bound(spec),
-        )
+        packed = pack_samples(samples, spec, mesh, microbatch_bound(spec))
         tokens = shard_batch(packed.batch, mesh)
         known = [shard_batch(packed.scatter(values), mesh) for values in (weights, advantages)]
         seconds["pack"].append(time.process_time() - clock)
@@ -129,7 +125,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "packing": {"tokens": options.tokens, "rows": options.rows},
         "microbatches": packed.microbatches,
         "real_tokens": real,
-        "filled": round(real / (packed.microbatches * options.rows * options.tokens), 3),
+        "filled": round(packed.used / (packed.microbatches * options.rows * options.tokens), 3),
         "compile_seconds": round(sum(t[0] for t in seconds.values()) - step, 2),
         "seconds": {name: round(value, 4) for name, value in median.items()},
         "step_seconds": round(step, 4),

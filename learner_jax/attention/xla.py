@@ -89,9 +89,10 @@ def key_blocks(
 DIRECT = 128
 """Longest row attended at once: on a CPU tiles take a half to a third of the time from 256 on."""
 BLOCK = 128
-LONG_BLOCK = 512
+LONG_BLOCK, SHARED_BLOCK = 512, 256
 """Queries of a tile and keys of a block, up to `LONG` tokens and beyond, where fewer and larger
-steps cost a CPU no more, and a GPU starts kernels for each."""
+steps cost a CPU no more, and a GPU starts kernels for each; and beyond, where prompts are shared:
+samples of any length begin in any column, and larger blocks are seen in part."""
 LONG = 8192
 SAVED = "attention"
 """Name, for remat policies, of what the backward pass needs from the forward one: output and
@@ -184,7 +185,8 @@ def _blocked(
 ) -> Float[Array, "B Q H h"]:
     batch, queries, heads, size = q.shape
     kv_heads = k.shape[2]
-    block = BLOCK if k.shape[1] <= LONG else LONG_BLOCK
+    longer = LONG_BLOCK if prompts is None else SHARED_BLOCK
+    block = BLOCK if k.shape[1] <= LONG else longer
     padded = -queries % block
     q = jnp.pad(q, ((0, 0), (0, padded), (0, 0), (0, 0)))
     q = q.reshape(batch, -1, block, kv_heads, heads // kv_heads, size)

@@ -8,7 +8,7 @@ from runspec.plan.estimate import estimate_run, timeline
 from tests.runspec.estimate.test_run import shown
 from tests.runspec.supervised import shipped
 
-LEARNER_S = 0.4156
+LEARNER_S = 0.2803
 """Time of a step of the laptop profile's learner, with one update by the sampler's log-probs."""
 
 
