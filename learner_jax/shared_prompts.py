@@ -32,6 +32,7 @@ from learner_jax.packing import (
 from runspec.core.errors import UserError
 from runspec.core.models.parameters import SHARING_NEEDS, can_share_prompts, sharing
 from runspec.core.schema import RunSpec
+from verify.plugins import by_prompt
 
 MOST_REPEATS = 4
 """Rows of a part, at most, of those that its positions would fill if each stood in one."""
@@ -68,14 +69,6 @@ class Place:
     """Targets before its own."""
 
 
-def by_prompt(samples: Sequence[Sample]) -> list[list[int]]:
-    """Return for each prompt the numbers of its samples, both in the order of the samples."""
-    found: dict[bytes, list[int]] = {}
-    for number, each in enumerate(samples):
-        found.setdefault(each.prompt.astype(np.int32).tobytes(), []).append(number)
-    return list(found.values())
-
-
 def shape_for(samples: Sequence[Sample], *, tokens: int, rows: int) -> Shape:
     """The shape of full parts: as many rows as the prompts of these samples are shared.
 
@@ -88,7 +81,8 @@ def shape_for(samples: Sequence[Sample], *, tokens: int, rows: int) -> Shape:
         UserError: a sample is longer than a row.
     """
     require_room(samples, tokens)
-    prompts = sum(len(samples[members[0]].prompt) for members in by_prompt(samples))
+    groups = by_prompt(each.prompt for each in samples)
+    prompts = sum(len(samples[members[0]].prompt) for members in groups)
     outputs = sum(len(each.output) - 1 for each in samples)
     laid_out = sum(len(each.prompt) for each in samples) + outputs
     # In halves, and a quarter of the rows may be missing: a part that runs out of rows ends there.
@@ -164,7 +158,7 @@ def pack_shared(
         tree.map(lambda x: x.reshape(microbatches, -1, x.shape[-1]), batch),
         needed,
         tuple(where[number] for number in range(len(samples))),
-        sum(map(_used, [part[-1] for part in parts], [samples] * len(parts))),
+        sum(_used(part[-1], samples) for part in parts),
     )
 
 
@@ -185,7 +179,7 @@ def divide(samples: Sequence[Sample], shape: Shape) -> list[list[Place]]:
     used = predicted = 0
     groups = [
         sorted(members, key=lambda member: len(samples[member]), reverse=True)
-        for members in by_prompt(samples)
+        for members in by_prompt(each.prompt for each in samples)
     ]
     for members in sorted(groups, key=lambda members: len(samples[members[0]]), reverse=True):
         length, prompt = len(samples[members[0]].prompt), -1

@@ -318,7 +318,7 @@ def hidden_states(
         tokens, in the compute type, one rollout after the other.
     """
     lengths = [len(each.prompt_tokens) + len(each.output_tokens) for each in inputs]
-    groups = by_prompt(inputs)
+    groups = by_prompt(each.prompt_tokens for each in inputs)
     repeated = sum(len(inputs[same[0]].prompt_tokens) * (len(same) - 1) for same in groups)
     if repeated >= WORTH_SHARING * sum(lengths):
         yield from _continued(body, inputs, groups, positions, device)

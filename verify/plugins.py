@@ -22,7 +22,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -205,11 +205,11 @@ class PrefillInput:
         return np.arange(len(self.output_tokens)) if self.own is None else np.flatnonzero(self.own)
 
 
-def by_prompt(inputs: Sequence[PrefillInput]) -> list[list[int]]:
-    """Return for each prompt the indices of its rollouts, both in the order of the inputs."""
+def by_prompt(prompts: Iterable[np.ndarray]) -> list[list[int]]:
+    """Return for each prompt the indices of those equal to it, both in the order of the prompts."""
     found: dict[bytes, list[int]] = {}
-    for number, each in enumerate(inputs):
-        found.setdefault(each.prompt_tokens.astype(np.int32).tobytes(), []).append(number)
+    for number, each in enumerate(prompts):
+        found.setdefault(each.astype(np.int32).tobytes(), []).append(number)
     return list(found.values())
 
 
