@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -187,7 +188,6 @@ def test_rows_go_to_other_processes_bit_for_bit(straight):
     assert back.manifest == batch.manifest and back.digest == batch.digest
     for found in (back.rows, decode(encode(rows), CorpusRows)):
         np.testing.assert_array_equal(found.weights, rows.weights)
-        for name, array in vars(rows.batch).items():
-            np.testing.assert_array_equal(getattr(found.batch, name), array)
+        jax.tree.map(np.testing.assert_array_equal, found.batch, rows.batch)
     assert sum(document_lengths(rows.batch)) == int((rows.batch.segment_ids > 0).sum())
     assert json.loads((straight.path / "metrics.jsonl").read_text().splitlines()[0])["epoch"] > 0

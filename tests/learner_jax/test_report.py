@@ -54,7 +54,7 @@ def line_of(
         agreement,
     )
     numbers = {"loss": 0.25, "ratio_p99": 1.5}
-    result = StepResult(None, numbers, (), tokens=90, positions=120, update_s=1.5)
+    result = StepResult(None, numbers, (), tokens=90, padding_share=0.25, update_s=1.5)
     useful = useful_flops(CONFIG, [15, 25, 20, 30])
     work = work_line(result, useful, None if peak is None else 2 * peak, 2.0, waits)
     return {"version": 4, **work, **rollouts_line(batch, 0.25, 1e-3)}

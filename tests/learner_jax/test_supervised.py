@@ -17,7 +17,7 @@ import pytest
 from learner_jax.corpus.packed import CorpusRows
 from learner_jax.logprobs import token_logprobs
 from learner_jax.model import abstract_params
-from learner_jax.packing import LossInputs, Sample, TokenBatch, pack
+from learner_jax.packing import LossInputs, Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import Programs, TrainState, build_programs, microbatch_bound
 from learner_jax.training import StepResult, held_out_loss, supervised_step
@@ -97,15 +97,14 @@ def rows_of(
     )
     each = [1.0] * len(documents) if weights is None else list(weights)
     laid = packed.scatter(each[: len(documents)])
-    batch = TokenBatch(*(x.reshape(-1, packing.tokens) for x in vars(packed.batch).values()))
+    batch = jax.tree.map(lambda x: x.reshape(-1, packing.tokens), packed.batch)
     kind = spec.learner.master_dtype
     return CorpusRows(batch, laid.reshape(-1, packing.tokens).astype(kind))
 
 
 def joined(*parts: CorpusRows) -> CorpusRows:
     """The rows of several updates, one after the other."""
-    batches = zip(*(vars(part.batch).values() for part in parts), strict=True)
-    batch = TokenBatch(*(np.concatenate(arrays) for arrays in batches))
+    batch = jax.tree.map(lambda *x: np.concatenate(x), *[part.batch for part in parts])
     return CorpusRows(batch, np.concatenate([part.weights for part in parts]))
 
 
@@ -270,7 +269,7 @@ def test_a_step_makes_its_updates_one_after_the_other():
     # and it counts what it trained
     tokens = sum(len(document) for seed in (0, 1) for document in documents_of(seed))
     assert both.tokens == tokens
-    assert both.positions == parts[0].weights.size * 2
+    assert both.padding_share == 1.0 - tokens / (parts[0].weights.size * 2)
 
 
 @pytest.mark.parametrize("kind", LEVELS)
