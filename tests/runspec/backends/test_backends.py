@@ -419,7 +419,7 @@ def test_what_the_cluster_lacks_or_refuses_is_said(server, tmp_path, monkeypatch
 
 GPUS = small_spec(
     *("small", 5, "learner.hardware={kind: h100-80g, count: 8}", "learner.hosts=2"),
-    *("learner.mesh.fsdp=8", "checkpoints.dir=s3://bucket/runs"),
+    *("learner.mesh.fsdp=8", "learner.packing.rows=8", "checkpoints.dir=s3://bucket/runs"),
     *("verify.hardware={kind: h100-80g, count: 2}", "placement.resources={trunk: {disk: 1}}"),
 )
 
@@ -549,7 +549,12 @@ def test_it_asks_for_the_nodes_that_the_hardware_fills(tmp_path):
     found = asked(islands)
     assert (found["nodes"], found["gpus-per-node"]) == ("8", "1")
     two = sets("learner.islands.count=2", "learner.hardware.count=8", "learner.hosts=2")
-    one_place = sets("learner.mesh.fsdp=8", "checkpoints.dir=/shared/states", "storage.shared=true")
+    one_place = sets(
+        "learner.mesh.fsdp=8",
+        "learner.packing.rows=8",
+        "checkpoints.dir=/shared/states",
+        "storage.shared=true",
+    )
     found = asked(islands, *two, *one_place)
     assert (found["nodes"], found["gpus-per-node"]) == ("4", "4")
     # CPUs need no more than the learner's hosts
