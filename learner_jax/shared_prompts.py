@@ -186,8 +186,8 @@ def divide(samples: Sequence[Sample], shape: Shape) -> list[list[Place]]:
         for member in members:
             count, targets = len(samples[member].output), samples[member].targets
             size = length + count - 1
-            row = next((n for n, left in enumerate(room) if left >= size), len(room))
-            row = row if shape.rows else 0
+            fits = (n for n, left in enumerate(room) if left >= size)
+            row = next(fits, len(room)) if shape.rows else 0
             new = count - 1 + (length if prompt < 0 else 0)
             full = used + new > shape.positions or predicted + targets > shape.positions
             if not parts or full or row >= max(shape.rows, 1):
@@ -223,40 +223,36 @@ def lay_out(
         for number, place in enumerate(part, start=1):
             each = samples[place.member]
             length, count = len(each.prompt), len(each.output) - 1
-            at = place.row * shape.tokens + place.column
-            own = slice(place.output, place.output + count)
-            tokens[shard, own] = each.output[:-1]
-            positions[shard, own] = np.arange(length, length + count)
-            places[shard, own] = np.arange(at + length, at + length + count)
-            prompt = slice(place.prompt, place.prompt + length)
+            prompt_stop, stop = place.prompt + length, place.output + count
+            prompt, own = slice(place.prompt, prompt_stop), slice(place.output, stop)
             if place.first:
                 tokens[shard, prompt] = each.prompt
                 positions[shard, prompt] = np.arange(length)
                 starts[shard, prompt] = place.prompt
-                places[shard, prompt] = np.arange(at, at + length)
-            starts[shard, own], begins[shard, own], ends[shard, own] = own.start, *_ends(prompt)
+            tokens[shard, own] = each.output[:-1]
+            positions[shard, own] = np.arange(length, length + count)
+            starts[shard, own] = place.output
+            begins[shard, own], ends[shard, own] = place.prompt, prompt_stop
             if shape.rows:
-                middle, end = place.column + length, place.column + length + count
-                sources[place.row, place.column : middle] = np.arange(*_ends(prompt))
-                sources[place.row, middle:end] = np.arange(*_ends(own))
-                in_rows[place.row, place.column : end] = number
+                at = place.row * shape.tokens + place.column
+                stood = np.r_[place.prompt : prompt_stop, place.output : stop]
+                columns = slice(place.column, place.column + length + count)
+                sources[place.row, columns], in_rows[place.row, columns] = stood, number
+                # A prompt stands in several places: any of them will do.
+                places[shard, stood] = np.arange(at, at + length + count)
             asked = slice(place.target, place.target + each.targets)
             chosen = ... if each.own is None else each.own
             targets[shard, asked] = each.output[chosen]
             segments[shard, asked] = number
             # The prompt's last position predicts the first token, the output's own the others.
             by = np.arange(place.output - 1, place.output + count)
-            by[0] = prompt.stop - 1
+            by[0] = prompt_stop - 1
             predicts[shard, asked] = by[chosen]
     seen: Rows | Spans = Spans(starts, begins, ends)
     if shape.rows:
         sources, in_rows = laid.reshape(2, -1, shape.tokens)
         seen = Rows(in_rows, sources, places)
     return TokenBatch(tokens, targets, segments, positions, SharedPrompts(seen, predicts))
-
-
-def _ends(part: slice) -> tuple[int, int]:
-    return part.start, part.stop
 
 
 def halved(shape: Shape, parts: Sequence[Sequence[Place]], samples: Sequence[Sample]) -> Shape:

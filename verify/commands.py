@@ -156,7 +156,7 @@ def _findings(options: argparse.Namespace) -> int:
         say(f"{word} by {key[:16]}: run {finding.run[:64]!r}, {finding.outcome}: {line}")
         if word == "checked" and finding.outcome == "refuted":
             code = FINDINGS
-    say(findings.weigh(found, options.trust)[-1])
+    say(findings.weigh(found, options.trust))
     return code
 
 

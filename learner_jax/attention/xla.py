@@ -115,7 +115,7 @@ def attend(
         columns: where in the row each query stands.
     """
     starts = segment_starts(segment_ids)[:, columns]  # [B, Q]
-    return (_direct if k.shape[1] <= DIRECT else _blocked)(q, k, v, starts, columns, None)
+    return _attend(q, k, v, starts, columns, None)
 
 
 def attend_spans(
@@ -127,8 +127,14 @@ def attend_spans(
 ) -> Float[Array, "B T H h"]:
     """See `attend_shared`: the start of each query's segment, and first and stop of its prompt."""
     starts, first, stop = jnp.moveaxis(spans, -1, 0)
-    prompts = Prompts(first, stop)
-    return (_direct if k.shape[1] <= DIRECT else _blocked)(q, k, v, starts, columns, prompts)
+    return _attend(q, k, v, starts, columns, Prompts(first, stop))
+
+
+def _attend(
+    q: Array, k: Array, v: Array, starts: Array, columns: Array, prompts: Prompts | None
+) -> Array:
+    how = _direct if k.shape[1] <= DIRECT else _blocked
+    return how(q, k, v, starts, columns, prompts)
 
 
 def _direct(

@@ -101,13 +101,11 @@ def open_list(data: bytes) -> list[Signed]:
         raise BadSignature(f"no list of findings: {error}") from error
 
 
-def weigh(found: Sequence[Signed], trusted: Collection[str]) -> tuple[int, int, str]:
-    """Return the number of steps that keys of `trusted` trained again, of those that others alone
-    say they did, and both in words."""
+def weigh(found: Sequence[Signed], trusted: Collection[str]) -> str:
+    """Say how many steps keys of `trusted` trained again, and how many more others say they did."""
     checked = _steps(finding for finding, key in found if key in trusted)
     reported = _steps(finding for finding, _ in found) - checked
-    words = f"{checked:,} steps checked by keys that you trust"
-    return checked, reported, f"{words}, {reported:,} more reported by others"
+    return f"{checked:,} steps checked by keys that you trust, {reported:,} more reported by others"
 
 
 def _steps(found: Iterable[Finding]) -> int:

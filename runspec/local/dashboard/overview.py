@@ -187,7 +187,7 @@ def findings_shown(found: Sequence[Signed], trusted: Collection[str]) -> dict[st
         ]
         for each, key in order[:MOST_FINDINGS]
     ]
-    return {"words": weigh(found, trusted)[-1] if found else "", "rows": rows}
+    return {"words": weigh(found, trusted) if found else "", "rows": rows}
 
 
 def standing(head: Mapping[str, Any], rows: Sequence[Row], steps: int, work: str) -> str:
