@@ -77,10 +77,10 @@ def _watch(
     link: JoinLink, key: SigningKey, folder: Path, share: float, stops: StopSignals, *, once: bool
 ) -> int:
     from bridge.fetched_states import open_states, replay_published  # with the learner's packages
-    from verify.formats.findings import LONGEST_LINE, Finding, sign_finding
+    from verify.formats.findings import FILES, LONGEST_LINE, Finding, sign_finding
 
     chance, seen, code = random.SystemRandom(), set[tuple[int, int]](), 0
-    unsent, told = set(folder.glob("*.json")), ""
+    unsent, told = set(folder.glob(FILES)), ""
     with tempfile.TemporaryDirectory(prefix="watch-") as work, open_states(link, Path(work)) as run:
         while not stops():
             try:

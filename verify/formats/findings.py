@@ -33,6 +33,8 @@ MOST = 1000
 """Findings in a list."""
 MAX_LIST_BYTES = MOST * (MAX_BYTES + 1) + 1024
 LIST_PATH = "/v1/findings"
+FILES = "[0-9]*.json"
+"""Names of findings in a folder, FIRST-LAST... .json; no file that is being written has one."""
 Outcome = Literal["equal", "consistent", "refuted", "failed"]
 
 
@@ -80,7 +82,7 @@ def stored_findings(folder: Path) -> dict[str, bytes]:
     Raises:
         OSError, UserError: one cannot be read.
     """
-    paths = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)[-MOST:]
+    paths = sorted(folder.glob(FILES), key=lambda path: path.stat().st_mtime_ns)[-MOST:]
     return {path.name: read_bounded(path, MAX_BYTES) for path in paths}
 
 
